@@ -92,7 +92,7 @@ def _copy_by_index(into: Tensor, x: Tensor, to: tuple[Interval, ...], of: tuple[
     here, there = (token_indices(each, x.device, torch.int32) for each in (of, to))
     if here.numel() != there.numel():
         raise ValueError(f"{here.numel()} tokens for {there.numel()} places: give as many")
-    sum_rows(into, there, [(x, here)])
+    sum_rows([into], there, [[x]], here[None])
 
 
 def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from attention.masks.band import FULL, Band
 __all__ = ["KERNELS", "Call", "Kernel", "Shape", "name_of", "names", "select"]
 
 
-class Absent:
+class Absent(Kernel):
     """A kernel whose package is not installed."""
 
     align = 1

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
-from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.math import PLAIN
 from attention.masks.band import Band
 from attention.runtime import private
@@ -29,10 +28,6 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 # Rules of kernels: why they do not run on a device, or do not take a call; None where they do.
-
-
-def cuda_missing(device: str) -> str | None:
-    return None if device == "cuda" else "needs a CUDA GPU"
 
 
 def half_only(shape: Shape) -> str | None:
@@ -84,11 +79,9 @@ class _CpuRectangles:
 CPU_RECTANGLES = _CpuRectangles()
 
 
-@fitted
-class SdpaFlash:
+class SdpaFlash(Kernel):
     name = "sdpa_flash"
     summary = "PyTorch's own flash attention: FlashAttention-2 on CUDA, its CPU flash attention on a CPU"
-    align = 16
 
     def missing(self, device: str) -> str | None:
         return None
@@ -100,33 +93,29 @@ class SdpaFlash:
             return f"dtype={name_of(shape.dtype)}: bf16, fp16, fp32 and fp64 only"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if q.is_cuda:
-            return FLASH_ATTENTION_2.forward(q, k, v, call, into)
+            return FLASH_ATTENTION_2.attend(q, k, v, call, into)
         return decompose.forward(CPU_RECTANGLES, q, k, v, call, into)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         if q.is_cuda:
-            return FLASH_ATTENTION_2.backward(dout, q, k, v, out, lse, call, into)
+            return FLASH_ATTENTION_2.gradients(dout, q, k, v, out, lse, call, into)
         return decompose.backward(CPU_RECTANGLES, dout, q, k, v, out, lse, call, into)
 
 
-@fitted
 class SdpaCudnn(decompose.Decomposed):
     """Its causal mask is aligned top-left, so it is used on squares only. It refuses a single query with a single key,
     which `math` computes instead."""
 
     name = "sdpa_cudnn"
     summary = "cuDNN's fused attention through PyTorch; packed batches go sequence by sequence"
-    align = 16
     features = frozenset({"v_head_dim"})
 
     def missing(self, device: str) -> str | None:
-        if device != "cuda":
-            return cuda_missing(device)
-        return None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN"
+        return super().missing(device) or (None if torch.backends.cudnn.is_available() else "this PyTorch has no cuDNN")
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         if mask.windowed:
@@ -166,18 +155,13 @@ class SdpaCudnn(decompose.Decomposed):
         return _bhsd(*grads)  # type: ignore[return-value]
 
 
-@fitted
 class SdpaEfficient(decompose.Decomposed):
     """xformers' CUTLASS kernels, inside PyTorch. They have no GQA, so KV heads are repeated and their gradients summed,
     and they pad the LSE to a multiple of 32."""
 
     name = "sdpa_efficient"
     summary = "PyTorch's memory-efficient attention; also fp32; packed batches go sequence by sequence"
-    align = 16
     features = frozenset({"v_head_dim"})
-
-    def missing(self, device: str) -> str | None:
-        return cuda_missing(device)
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         if mask.windowed:
@@ -224,50 +208,30 @@ class SdpaEfficient(decompose.Decomposed):
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
-class FlashAttention2:
+class FlashAttention2(Kernel):
     """FlashAttention-2 inside PyTorch, on CUDA. Subclasses run it by other functions, which have its interface and limits."""
-
-    align = 16
-
-    def missing(self, device: str) -> str | None:
-        return cuda_missing(device)
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if bound_lost(q, k, call):
             return decompose.forward(self, q, k, v, call, into)
-        return settle(self.rectangle(q, k, v, call), into)
+        return self.rectangle(q, k, v, call)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         if bound_lost(q, k, call):
             return decompose.backward(self, dout, q, k, v, out, lse, call, into)
-        return settle(self.rectangle_backward(dout, q, k, v, out, lse, call), into)
+        return self.rectangle_backward(dout, q, k, v, out, lse, call)
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        out, lse = self.run(q, k, v, call, *_max_lengths(q, k, call))
-        mark_rows_without_keys(lse, q, k, call)
-        return out, lse
-
-    def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> Triple:
-        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
-        return self.run_backward(dout, q, k, v, out, lse, call, *_max_lengths(q, k, call))
-
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call, max_q: int, max_k: int) -> Pair:
-        """Shapes as in `Call`. max_q, max_k: of the longest sequence."""
         out, lse, *_ = private.aten("_flash_attention_forward")(
             q,
             k,
             v,
-            call.cu_q,
-            call.cu_k,
-            max_q,
-            max_k,
+            *lengths_of(q, k, call),
             0.0,
             call.mask.causal,
             False,
@@ -276,34 +240,23 @@ class FlashAttention2:
         )
         return out, lse
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        max_q: int,
-        max_k: int,
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
     ) -> Triple:
-        """The backward of `run`, from the final out and lse."""
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
+        return self.run_backward((dout, q, k, v, out, lse), call)
+
+    def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
+        """tensors: dout, q, k, v and the final out and lse, of which dout, out and lse are contiguous."""
+        _, q, k, *_ = tensors
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        causal = call.mask.causal
         with _deterministic(call.deterministic):
             grads: Triple = private.aten("_flash_attention_backward")(
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                call.cu_q,
-                call.cu_k,
-                max_q,
-                max_k,
+                *tensors,
+                *lengths_of(q, k, call),
                 0.0,
-                call.mask.causal,
+                causal,
                 seed,
                 seed,
                 scale=call.scale,
@@ -315,51 +268,39 @@ class FlashAttention2:
 FLASH_ATTENTION_2 = FlashAttention2()
 
 
-@fitted
 class Flash2(FlashAttention2):
     name = "flash2"
 
     @property
-    def summary(self) -> str:
+    def summary(self) -> str:  # type: ignore[override]
         return f"FlashAttention-2: {self.note or 'inside PyTorch, as the package flash-attn is not installed'}"
 
     @property
-    def note(self) -> str | None:
+    def note(self) -> str | None:  # type: ignore[override]
         return None if flash_attn() is None else f"the package flash-attn {metadata.version('flash-attn')}"
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call, max_q: int, max_k: int) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
         package = flash_attn()
         if package is None:
-            return super().run(q, k, v, call, max_q, max_k)
+            return super().rectangle(q, k, v, call)
         options = _package_options(call) | {"return_softmax": False}
         if call.packed:
-            out, lse, *_ = package.varlen_forward(q, k, v, call.cu_q, call.cu_k, max_q, max_k, **options)
+            out, lse, *_ = package.varlen_forward(q, k, v, *lengths_of(q, k, call), **options)
         else:
             out, lse, *_ = package.forward(q, k, v, **options)
         return out, lse
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        max_q: int,
-        max_k: int,
-    ) -> Triple:
+    def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
         package = flash_attn()
         if package is None:
-            return super().run_backward(dout, q, k, v, out, lse, call, max_q, max_k)
+            return super().run_backward(tensors, call)
+        _, q, k, v, *_ = tensors
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         options = _package_options(call) | {"deterministic": call.deterministic}
-        tensors = (dout, q, k, v, out, lse, *grads)
         if call.packed:
-            package.varlen_backward(*tensors, call.cu_q, call.cu_k, max_q, max_k, **options)
+            package.varlen_backward(*tensors, *grads, *lengths_of(q, k, call), **options)
         else:
-            package.backward(*tensors, **options)
+            package.backward(*tensors, *grads, **options)
         return grads
 
 
@@ -395,8 +336,9 @@ def _flash2_window(mask: Band) -> dict[str, int]:
     return {"window_size_left": mask.left, "window_size_right": mask.right} if mask.windowed else {}
 
 
-def _max_lengths(q: Tensor, k: Tensor, call: Call) -> tuple[int, int]:
-    return (call.max_q, call.max_k) if call.packed else (q.shape[1], k.shape[1])
+def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """The cumulative lengths of queries and keys, and those of the longest sequences."""
+    return call.cu_q, call.cu_k, *((call.max_q, call.max_k) if call.packed else (q.shape[1], k.shape[1]))
 
 
 def _lengths(q: Tensor, k: Tensor, call: Call) -> list[tuple[int, int]]:
@@ -413,18 +355,6 @@ def bound_lost(q: Tensor, k: Tensor, call: Call) -> bool:
     if not mask.windowed or all(sq <= sk for sq, sk in _lengths(q, k, call)):
         return False
     return mask.right < 0 or max(mask.left, mask.right) >= min(sk for _, sk in _lengths(q, k, call))
-
-
-def some_row_without_keys(q: Tensor, k: Tensor, call: Call) -> bool:
-    """Whether some query of the call sees no key."""
-    right = call.mask.right
-    return any(sk == 0 or (right >= 0 and sk - sq + right < 0) for sq, sk in _lengths(q, k, call))
-
-
-def mark_rows_without_keys(lse: Tensor, q: Tensor, k: Tensor, call: Call) -> None:
-    """The LSE of a query that sees no key is -inf; FlashAttention-2 and -3 return +inf."""
-    if some_row_without_keys(q, k, call):
-        lse.masked_fill_(lse == torch.inf, -torch.inf)
 
 
 _switch = Lock()

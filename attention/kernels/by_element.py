@@ -11,35 +11,24 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple
-from attention.masks.band import Band, tile
-from attention.reduction.lse_merge import empty_result
-from attention.tensors import result_like, take
+from attention.kernels.interface import Call, Kernel, Pair, Triple, Wrapped
+from attention.masks.band import tile
+from attention.tensors import empty_lse, empty_tokens, result_like, take, tokens
 
 
-class ByElement:
+class ByElement(Wrapped):
     """A kernel for calls with `Call.lengths`, which are on the CPU, and for those without. Forward only."""
 
     def __init__(self, kernel: Kernel):
-        self.kernel, self.name, self.summary, self.align = kernel, kernel.name, kernel.summary, kernel.align
-        self.features = getattr(kernel, "features", frozenset()) | {"kv_lengths"}
-        self.note = ", ".join([*filter(None, [getattr(kernel, "note", None)]), "a call for each length"])
+        super().__init__(kernel, "kv_lengths")
+        self.note = ", ".join([*filter(None, [kernel.note]), "a call for each length"])
 
-    def missing(self, device: str) -> str | None:
-        return self.kernel.missing(device)
-
-    def refuses(self, shape: Shape, mask: Band) -> str | None:
-        return self.kernel.refuses(shape, mask)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if call.lengths is None:
-            return self.kernel.forward(q, k, v, call, into=into)
-        if into is None:
-            out, lse = empty_result(result_like(q, v))
-            into = out.to(q.dtype), lse
-        else:
-            into[0].zero_()
-            into[1].fill_(-torch.inf)
+            return self.kernel.forward(q, k, v, call, into)
+        out, lse = into or (empty_tokens(result_like(q, v), tokens(q)), empty_lse(q))
+        out.zero_()
+        lse.fill_(-torch.inf)
         lengths, first, total = call.lengths
         n, stop = q.shape[1], first + k.shape[1]
         plain, at = replace(call, lengths=None), 0
@@ -51,12 +40,12 @@ class ByElement:
                 continue
             (a, b), (c, d), band = found
             rows, keys = ((a - end + n, b - end + n),), ((c - first, d - first),)
-            here = [x[start:at] for x in (q, k, v, *into)]
+            here = [x[start:at] for x in (q, k, v, out, lse)]
             self.kernel.forward(
                 take(here[0], rows), take(here[1], keys), take(here[2], keys), plain.under(band),
                 into=(take(here[3], rows), take(here[4], rows, -1)),
             )  # fmt: skip
-        return into
+        return out, lse
 
     def backward(self, *_: Any, **__: Any) -> Triple:
         raise UnsupportedCall("kv_lengths: forward only; for gradients give a packed batch, cu_seqlens")

@@ -13,25 +13,22 @@ from torch import Tensor
 from attention.errors import UnsupportedCall
 from attention.kernels import cudnn_package
 from attention.kernels.aten import half_only, head_dim_rule
-from attention.kernels.fit import fitted
 from attention.kernels.flash4_package import as_taken
-from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.tile_lists import most_at_once, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
 from attention.runtime.private import CUDNN_FLEX
 from attention.runtime.uploads import held
-from attention.tensors import result_like
 
 MOST_INTERVALS = 16
 
 
-@fitted
-class CudnnFlex:
+class CudnnFlex(Kernel):
     name = "cudnn_flex"
     summary = "cuDNN's flex attention: exact masks of few intervals a query, on Hopper"
-    align = 16
+    one_batch = True
     features = frozenset({"v_head_dim"})
 
     def missing(self, device: str) -> str | None:
@@ -49,25 +46,13 @@ class CudnnFlex:
         needed = most_at_once(tiles_of(pattern).rows)
         return f"a query sees {needed} intervals of keys: at most {MOST_INTERVALS}" if needed > MOST_INTERVALS else None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        if call.packed or q.dim() == 3:
-            out, lse = self.forward(q[None], k[None], v[None], _dense(call, q, k))
-            return settle((out[0], lse[0]), into)
-        if q.numel() == 0 or k.numel() == 0:
-            lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, device=q.device)
-            return settle((torch.zeros_like(result_like(q, v)), lse), into)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         found = _functions().forward(q, k, v, mask_plan=_plan(q, k, v, call), softmax_scale=call.scale, return_lse=True)
-        return settle((found["o_tensor"], found["lse_tensor"]), into)
+        return found["o_tensor"], found["lse_tensor"]
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        if call.packed or q.dim() == 3:
-            batched = dout[None], q[None], k[None], v[None], out[None], lse[None]
-            dq, dk, dv = self.backward(*batched, _dense(call, q, k))
-            return settle((dq[0], dk[0], dv[0]), into)
-        if q.numel() == 0 or k.numel() == 0:
-            return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
         found = _functions().backward(
             q,
             k,
@@ -79,7 +64,7 @@ class CudnnFlex:
             softmax_scale=call.scale,
             deterministic=call.deterministic,
         )
-        return settle((found["dq_tensor"], found["dk_tensor"], found["dv_tensor"]), into)
+        return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"]
 
 
 def _functions() -> Any:
@@ -88,12 +73,6 @@ def _functions() -> Any:
     if wrong:
         raise UnsupportedCall(wrong)
     return CUDNN_FLEX.of(module)
-
-
-def _dense(call: Call, q: Tensor, k: Tensor) -> Call:
-    """A packed call as one over a batch of one."""
-    pattern = call.pattern or _pattern(call.mask, call.q_lengths or (q.shape[0],), call.k_lengths or (k.shape[0],))
-    return call.under(pattern)
 
 
 @lru_cache(maxsize=64)
@@ -106,7 +85,8 @@ def _pattern(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...])
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
     """The package's plan of a pattern; kept with it."""
-    pattern = call.pattern or _pattern(call.mask, (q.shape[1],), (k.shape[1],))
+    lengths = call.q_lengths or (q.shape[1],), call.k_lengths or (k.shape[1],)
+    pattern = call.pattern or _pattern(call.mask, *lengths)
     key = ("cudnn_flex", q.device, q.dtype, q.shape, k.shape, v.shape)
     if key not in pattern.kept:
         rows = tiles_of(pattern).rows

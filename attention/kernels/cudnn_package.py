@@ -10,7 +10,6 @@ from types import ModuleType
 import torch
 
 from attention.errors import UnsupportedCall
-from attention.kernels.aten import cuda_missing
 
 INSTALL = "pip install 'nvidia-cudnn-frontend[cutedsl]>=1.32'"
 
@@ -29,7 +28,7 @@ def module(name: str) -> tuple[ModuleType | None, str]:
 def missing(name: str, device: str) -> str | None:
     """Why the kernels of a module cannot run on this machine, or None."""
     if device != "cuda":
-        return cuda_missing(device)
+        return "needs a CUDA GPU"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         major, minor = torch.cuda.get_device_capability()
         return f"this GPU is sm{major}{minor}: checked on Hopper (sm90) alone"

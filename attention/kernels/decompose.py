@@ -6,16 +6,17 @@ the final out and lse, so they add up to the exact gradients of the whole."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from attention.kernels.interface import Call, Into, Pair, Triple, settle
+from attention.kernels.interface import Call, Into, Kernel, Pair, Triple, batch_of_one, settle
 from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
-from attention.tensors import empty_lse, empty_tokens, result_like, take, tokens
+from attention.tensors import result_like, take
 
 WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512, 512 + window]
 
@@ -33,14 +34,22 @@ class Primitive(Protocol):
     ) -> Triple: ...
 
 
-class Decomposed(Primitive):
+class Decomposed(Kernel):
     """A kernel whose every call is made of its own rectangles."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        raise NotImplementedError
+
+    def rectangle_backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    ) -> Triple:
+        raise NotImplementedError
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         return forward(self, q, k, v, call, into)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         return backward(self, dout, q, k, v, out, lse, call, into)
 
@@ -85,34 +94,20 @@ def band_matrix(mask: Band, sq: int, sk: int, device: torch.device) -> Tensor:
     return keep
 
 
+def _whole(call: Call, q: Tensor, k: Tensor) -> bool:
+    """Whether all queries and keys are one part."""
+    sq, sk = q.shape[1], k.shape[1]
+    return not call.packed and sq > 0 < sk and (call.mask.full or (call.mask.causal and sq == sk))
+
+
 def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
     """(out, lse) of any call, in `into` where given; shapes as in `Call`."""
-    if call.q_lengths is not None and call.k_lengths is not None:
-        out, lse = into or (
-            empty_tokens(result_like(q, v), tokens(q)),
-            empty_lse(q),
-        )
-        out.zero_()
-        lse.fill_(-torch.inf)
-        dense = call.under(call.mask)
-        for (a, b), (c, d) in _sequences(call):
-            if b > a and d > c:
-                o, part_lse = _dense_forward(primitive, q[None, a:b], k[None, c:d], v[None, c:d], dense)
-                out[a:b], lse[:, a:b] = o[0], part_lse[0]
-        return out, lse
-    return settle(_dense_forward(primitive, q, k, v, call), into)
-
-
-def _whole(mask: Band, sq: int, sk: int) -> bool:
-    """Whether all queries and keys are one part."""
-    return sq > 0 < sk and (mask.full or (mask.causal and sq == sk))
-
-
-def _dense_forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-    if _whole(call.mask, q.shape[1], k.shape[1]):
-        return primitive.rectangle(q, k, v, call)
-    pieces = parts(call.mask, q.shape[1], k.shape[1])
-    total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces])
+    if q.dim() == 3:
+        return batch_of_one(partial(forward, primitive), (q, k, v), call, into)
+    if _whole(call, q, k):
+        return settle(primitive.rectangle(q, k, v, call), into)
+    pieces = _pieces(call, q, k)
+    total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces], into)
     for rows, keys, mask in pieces:
         total.add(*primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.under(mask)))
     return total.result()
@@ -127,60 +122,40 @@ def backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-    into: Triple | None = None,
+    into: Into = None,
 ) -> Triple:
     """(dq, dk, dv) of any call, in `into` where given; out and lse are the final ones."""
-    if call.q_lengths is not None and call.k_lengths is not None:
-        dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-        for x in (dq, dk, dv):
-            x.zero_()
-        dense = call.under(call.mask)
-        for (a, b), (c, d) in _sequences(call):
-            if b > a and d > c:
-                grads = _dense_backward(
-                    primitive,
-                    dout[None, a:b],
-                    q[None, a:b],
-                    k[None, c:d],
-                    v[None, c:d],
-                    out[None, a:b],
-                    lse[None, :, a:b],
-                    dense,
-                )
-                dq[a:b], dk[c:d], dv[c:d] = (g[0] for g in grads)
-        return dq, dk, dv
-    return settle(_dense_backward(primitive, dout, q, k, v, out, lse, call), into)
-
-
-def _dense_backward(
-    primitive: Primitive, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-) -> Triple:
-    if _whole(call.mask, q.shape[1], k.shape[1]):
-        return primitive.rectangle_backward(dout, q, k, v, out, lse, call)
-    pieces = parts(call.mask, q.shape[1], k.shape[1])
-    queries = Sum([q], [(rows,) for rows, _, _ in pieces])
-    keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces])
+    if q.dim() == 3:
+        return batch_of_one(partial(backward, primitive), (dout, q, k, v, out, lse), call, into)
+    if _whole(call, q, k):
+        return settle(primitive.rectangle_backward(dout, q, k, v, out, lse, call), into)
+    pieces = _pieces(call, q, k)
+    queries = Sum([q], [(rows,) for rows, _, _ in pieces], into and into[:1])
+    keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces], into and into[1:])
     for rows, keys, mask in pieces:
+        of_queries, of_keys = (partial(take, intervals=(interval,)) for interval in (rows, keys))
         dq, dk, dv = primitive.rectangle_backward(
-            take(dout, (rows,)),
-            take(q, (rows,)),
-            take(k, (keys,)),
-            take(v, (keys,)),
-            take(out, (rows,)),
-            take(lse, (rows,), -1),
+            of_queries(dout),
+            of_queries(q),
+            of_keys(k),
+            of_keys(v),
+            of_queries(out),
+            of_queries(lse, dim=-1),
             call.under(mask),
         )
         queries.add(dq)
         keys_and_values.add(dk, dv)
-    (dq,), (dk, dv) = queries.result(), keys_and_values.result()
-    return dq, dk, dv
+    return *queries.result(), *keys_and_values.result()  # type: ignore[return-value]
 
 
-def _sequences(call: Call) -> list[tuple[Interval, Interval]]:
-    """(queries, keys) of each sequence, as positions in the packed batch."""
+def _pieces(call: Call, q: Tensor, k: Tensor) -> list[Part]:
+    """The parts of a call, sequence by sequence, by their places in the batch."""
+    if not call.packed:
+        return parts(call.mask, q.shape[1], k.shape[1])
     found = []
     at_q = at_k = 0
     for n_q, n_k in zip(call.q_lengths or (), call.k_lengths or (), strict=True):
-        found.append(((at_q, at_q + n_q), (at_k, at_k + n_k)))
+        for (a, b), (c, d), mask in parts(call.mask, n_q, n_k):
+            found.append(((at_q + a, at_q + b), (at_k + c, at_k + d), mask))
         at_q, at_k = at_q + n_q, at_k + n_k
     return found

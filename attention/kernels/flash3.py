@@ -11,26 +11,23 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels.aten import cuda_missing, half_only, head_dim_rule, mark_rows_without_keys
-from attention.kernels.fit import fitted
+from attention.kernels.aten import half_only, head_dim_rule
+from attention.kernels.fit import dense_like
 from attention.kernels.flash4 import pack_lengths
-from attention.kernels.flash4_package import dense_like, lse_like
-from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.masks.band import Band
 from attention.runtime.private import FLASH3
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 
 
-@fitted
-class Flash3:
+class Flash3(Kernel):
     name = "flash3"
     summary = "FlashAttention-3 for Hopper, where its package is installed"
-    align = 16
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":
-            return cuda_missing(device)
+            return super().missing(device)
         module, reason = interface()
         if module is None:
             return reason
@@ -42,21 +39,16 @@ class Flash3:
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return half_only(shape) or head_dim_rule(shape, 256)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        if q.numel() == 0 or k.numel() == 0:
-            return settle((torch.zeros_like(q), lse_like(q).fill_(-torch.inf)), into)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         out, lse, *_ = _functions().forward(
             q, k, v, **pack_lengths(call), softmax_scale=call.scale, causal=call.mask.causal, **window(call.mask)
         )
-        mark_rows_without_keys(lse, q, k, call)
-        return settle((out, lse), into)
+        return out, lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         grads = into or (dense_like(q), dense_like(k), dense_like(v))
-        if q.numel() == 0 or k.numel() == 0:
-            return grads[0].zero_(), grads[1].zero_(), grads[2].zero_()
         _functions().backward(
             dout,
             q,

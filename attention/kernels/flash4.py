@@ -9,30 +9,28 @@ import torch
 from torch import Tensor
 
 from attention.kernels import flash4_sparse
-from attention.kernels.aten import cuda_missing, half_only, head_dim_rule
-from attention.kernels.fit import fitted
+from attention.kernels.aten import half_only, head_dim_rule
+from attention.kernels.fit import dense_like
 from attention.kernels.flash4_mods import softcap_mods
-from attention.kernels.flash4_package import as_taken, dense_like, functions, interface, lse_like, writable
-from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
+from attention.kernels.flash4_package import as_taken, functions, interface, writable
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.runtime.private import FLASH4
-from attention.tensors import result_like
+from attention.tensors import empty_lse, result_like
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)
 RIGHT_PAIRS = ((128, 64), (192, 128))  # different head dims of keys and of values that were checked on sm90
 
 
-@fitted
-class Flash4:
+class Flash4(Kernel):
     name = "flash4"
     summary = "FlashAttention-4 (flash_attn.cute), for Hopper and newer"
-    align = 16
     features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
         if device != "cuda":
-            return cuda_missing(device)
+            return super().missing(device)
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
             major, minor = torch.cuda.get_device_capability()
             return f"this GPU is sm{major}{minor}: needs sm90 (Hopper) or newer"
@@ -57,18 +55,10 @@ class Flash4:
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return flash4_sparse.why_not(shape, pattern, deterministic)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if call.pattern is not None:
             return flash4_sparse.forward(q, k, v, call, into)
-        out, lse = into or (dense_like(result_like(q, v)), lse_like(q))
-        if q.numel() == 0 or k.numel() == 0:
-            return out.zero_(), lse.fill_(-torch.inf)
-        empty = rows_without_keys(q, k, call)
-        if empty:
-            out[:, :empty].zero_()
-            lse[..., :empty].fill_(-torch.inf)
-            self.forward(q[:, empty:], k, v, call, (out[:, empty:], lse[..., empty:]))
-            return out, lse
+        out, lse = into or (dense_like(result_like(q, v)), empty_lse(q))
         result = FLASH4.of(functions()).forward(
             q,
             k,
@@ -83,28 +73,19 @@ class Flash4:
         )
         return settle((result[0], result[1]), (out, lse))
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         if call.pattern is not None:
             return flash4_sparse.backward(dout, q, k, v, out, lse, call, into)
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
-        lse = as_taken(lse)
-        if q.numel() == 0 or k.numel() == 0:
-            return dq.zero_(), dk.zero_(), dv.zero_()
-        empty = rows_without_keys(q, k, call)
-        if empty:
-            dq[:, :empty].zero_()
-            dout, below, out = (x[:, empty:] for x in (dout, q, out))
-            self.backward(dout, below, k, v, out, lse[..., empty:], call, (dq[:, empty:], dk, dv))
-            return dq, dk, dv
         result = FLASH4.of(functions()).backward(
             q,
             k,
             v,
             out,
             dout,
-            lse,
+            as_taken(lse),
             **pack_lengths(call),
             **window(call.mask),
             softmax_scale=call.scale,
@@ -140,14 +121,6 @@ def window(mask: Band) -> dict[str, int | bool | None]:
         return {"causal": True, "window_size_left": None, "window_size_right": None}
     left, right = (None if bound < 0 else bound for bound in (mask.left, mask.right))
     return {"causal": False, "window_size_left": left, "window_size_right": right}
-
-
-def rows_without_keys(q: Tensor, k: Tensor, call: Call) -> int:
-    """The number of leading queries of a dense call that see no key. The kernel would compute a tile of keys for them
-    in vain. They are cut off; masks are aligned bottom-right, so the other queries are not affected."""
-    if call.packed or call.mask.right < 0 or k.shape[1] == 0:
-        return 0
-    return min(max(0, q.shape[1] - k.shape[1] - call.mask.right), q.shape[1])
 
 
 def pack_lengths(call: Call) -> dict[str, Tensor | int]:

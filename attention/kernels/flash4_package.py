@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 
-import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.kernels.fit import dense_like
 from attention.runtime.private import FLASH4, FLASH4_VERSION
 
 INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
@@ -66,12 +66,3 @@ def as_taken(lse: Tensor) -> Tensor:
     """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes."""
     dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
     return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
-
-
-def dense_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def lse_like(q: Tensor) -> Tensor:
-    """An empty fp32 LSE, `[B, H, S]` of q `[B, S, H, D]`, or `[H, T]` of `[T, H, D]`."""
-    return torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32, device=q.device)

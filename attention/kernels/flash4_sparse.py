@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.kernels.fit import dense_like
 from attention.kernels.flash4_mods import band_mod, mask_mod, scalars
-from attention.kernels.flash4_package import as_taken, dense_like, functions, lse_like, writable
+from attention.kernels.flash4_package import as_taken, functions, writable
 from attention.kernels.interface import Call, Pair, Shape, Triple, settle
 from attention.kernels.tile_lists import (
     TILE,
@@ -32,6 +33,7 @@ from attention.masks.pattern import Pattern
 from attention.masks.rectangles import K0, K1
 from attention.runtime.private import FLASH4
 from attention.runtime.uploads import held, uploaded
+from attention.tensors import empty_lse
 
 MOST_INTERVALS = 4  # each costs two loads a score
 RIGHT = (64, 128)  # head dims whose results were checked on sm90
@@ -77,16 +79,10 @@ class Side:
     counted: Tensor | None = None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-    """As of a kernel. q `[B, n_q, H, D]`, k and v `[B, n_k, Hk, D]`, all without B too."""
-    if q.dim() == 3:
-        out, lse = forward(q[None], k[None], v[None], call)
-        return settle((out[0], lse[0]), into)
-    out, lse = into or (dense_like(q), lse_like(q))
-    pattern = _pattern(call, q, k)
-    if not len(pattern.rectangles) or q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), lse.fill_(-torch.inf)
-    side = _kept(pattern, q.device, False)
+def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    """As `attend` of a kernel. q `[B, n_q, H, D]`, k and v `[B, n_k, Hk, D]`."""
+    out, lse = into or (dense_like(q), empty_lse(q))
+    side = _kept(_pattern(call, q, k), q.device, False)
     extended = q if side.origin is None else _with_copies(q, side.origin)
     own = side.origin is None
     found = FLASH4.of(functions()).forward(
@@ -116,17 +112,11 @@ def backward(
     out: Tensor,
     lse: Tensor,
     call: Call,
-    into: Triple | None = None,
+    into: Triple | None,
 ) -> Triple:
-    """As of a kernel, shapes as in `forward`."""
-    if q.dim() == 3:
-        dq, dk, dv = backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)
-        return settle((dq[0], dk[0], dv[0]), into)
+    """As `gradients` of a kernel, shapes as in `forward`."""
     dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
-    pattern = _pattern(call, q, k)
-    if not len(pattern.rectangles) or q.numel() == 0 or k.numel() == 0:
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    side = _kept(pattern, q.device, True)
+    side = _kept(_pattern(call, q, k), q.device, True)
     own = side.origin is None
     k_, v_ = (k, v) if side.origin is None else (_with_copies(x, side.origin) for x in (k, v))
     found = FLASH4.of(functions()).backward(

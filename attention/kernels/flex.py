@@ -24,17 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
-from attention.kernels.aten import half_only, head_dim_rule, some_row_without_keys
-from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Into, Pair, Shape, Triple, settle
+from attention.kernels.aten import half_only, head_dim_rule
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.runtime import private
 from attention.runtime.uploads import held, uploaded
-from attention.tensors import result_like
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
@@ -44,11 +41,10 @@ except ImportError:  # a PyTorch built without it
 BLOCK = 128
 
 
-@fitted
-class Flex:
+class Flex(Kernel):
     name = "flex"
     summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
-    align = 16
+    one_batch = True
     features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
@@ -62,29 +58,24 @@ class Flex:
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        if q.numel() == 0 or k.numel() == 0:
-            lse = torch.full((*q.shape[:-3], q.shape[-2], q.shape[-3]), -torch.inf, device=q.device)
-            return settle((torch.zeros_like(result_like(q, v)), lse.to(accumulation_dtype(q.dtype))), into)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         with torch.no_grad():
-            out, lse = attend(_heads_first(q), _heads_first(k), _heads_first(v), call)
-        if call.pattern is not None or some_row_without_keys(q, k, call):
+            q, k, v = _swapped(q, k, v)
+            out, lse = attend(q, k, v, call)
+        if call.pattern is not None:
             out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
-        return settle((_tokens_first(out, q), lse[0] if q.dim() == 3 else lse), into)
+        return out.transpose(1, 2), lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        if q.numel() == 0 or k.numel() == 0:
-            return settle((torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)), into)
-        inputs = [_heads_first(x).detach().requires_grad_() for x in (q, k, v)]
+        inputs = [x.detach().requires_grad_() for x in _swapped(q, k, v)]
         with torch.enable_grad():
             part = attend(inputs[0], inputs[1], inputs[2], call)
-        final = _heads_first(out), lse[None] if q.dim() == 3 else lse
-        fed = share(_heads_first(dout), final, (part[0].detach(), part[1].detach()))
-        grads = torch.autograd.grad(part, inputs, fed)
-        dq, dk, dv = (_tokens_first(x, q) for x in grads)
-        return settle((dq, dk, dv), into)
+        dout, out = _swapped(dout, out)
+        fed = share(dout, (out, lse), (part[0].detach(), part[1].detach()))
+        dq, dk, dv = _swapped(*torch.autograd.grad(part, inputs, fed))
+        return dq, dk, dv
 
 
 def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
@@ -248,10 +239,6 @@ def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
     return torch.compile(own, dynamic=False, fullgraph=True)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    return (x[None] if x.dim() == 3 else x).transpose(1, 2)
-
-
-def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
-    x = x.transpose(1, 2)
-    return x[0] if like.dim() == 3 else x
+def _swapped(*xs: Tensor) -> list[Tensor]:
+    """`[B, S, H, D]` as `[B, H, S, D]`, and back."""
+    return [x.transpose(1, 2) for x in xs]

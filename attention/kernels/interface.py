@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
-from typing import Literal, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from attention.kernels.fit import dense_like, fit, fits, without_autocast
 from attention.masks.band import FULL, Band
 from attention.masks.pattern import Pattern
 from attention.runtime.uploads import uploaded
+from attention.tensors import empty_lse, empty_tokens, result_like, tokens
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -67,13 +70,20 @@ class Call:
     def packed(self) -> bool:
         return self.q_lengths is not None
 
-    @property
+    @cached_property
     def max_q(self) -> int:
         return max(self.q_lengths or (0,))
 
-    @property
+    @cached_property
     def max_k(self) -> int:
         return max(self.k_lengths or (0,))
+
+    @cached_property
+    def some_without_keys(self) -> bool:
+        """Whether some query of a packed batch sees no key."""
+        right = self.mask.right
+        lengths = zip(self.q_lengths or (), self.k_lengths or (), strict=True)
+        return any(sq and (sk == 0 or sk - sq + right < 0 <= right) for sq, sk in lengths)
 
     def under(self, mask: Band | Pattern) -> Call:
         """This call under another mask, dense."""
@@ -124,52 +134,132 @@ class Shape:
 Feature = Literal["softcap", "v_head_dim", "kv_lengths"]
 
 
-class Kernel(Protocol):
+class Kernel:
     """A local kernel. Shapes as in `Call`.
 
-    into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also
-    be in the accumulation dtype), any strides, and do not overlap the inputs. A kernel that cannot write into them
-    copies (`settle`); an out in the accumulation dtype may then have been rounded.
+    Callers use `forward` and `backward`, which take and write tensors of any strides. A kernel has `attend` and `gradients`,
+    which are spared what most kernels cannot do. There every tensor but lse has a contiguous last dim, `align` holds, and
+    there are queries and keys. A dense call has no queries without keys. With a `pattern`, or if the kernel is
+    `one_batch`, the tensors have a batch dim, also those of a packed call (1).
 
-    Callers may give tensors of any strides. `fit.fitted`, which decorates every kernel class, copies those that do not
-    fit: inside the kernel every tensor but lse has a contiguous last dim, and `align` holds.
+    into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also
+    be in the accumulation dtype), any strides, and do not overlap the inputs. A kernel may ignore them: its results are then
+    copied (`settle`), and an out in the accumulation dtype may have been rounded.
 
     A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns
     partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
 
-    features: what a kernel can do beyond plain attention; without the attribute, nothing (see `lacks`).
-
-    note: what the reader of a result must know; without the attribute, nothing.
-
-    A kernel that takes patterns by itself has a method `refuses_pattern(shape, pattern, deterministic)`, which says why it
-    cannot do one, or None."""
+    name, summary: for users; the summary says what runs. align: bytes; the first element and every row of q, k, v, dout,
+    out and the results lie on multiples of it. features: what it can do beyond plain attention (see `lacks`). note: what
+    the reader of a result must know. any_order: why its backward cannot be deterministic."""
 
     name: str
-    align: int  # bytes: the first element and every row of q, k, v, dout, out and the results lie on multiples of it
-
-    @property
-    def summary(self) -> str:
-        """What runs, for the catalog."""
+    summary: str
+    align = 16
+    features: frozenset[Feature] = frozenset()
+    one_batch = False
+    note: str | None = None
+    any_order: str | None = None
 
     def missing(self, device: str) -> str | None:
         """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""
+        return None if device == "cuda" else "needs a CUDA GPU"
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         """Why the kernel does not support such a call, as `value: rule`, or None."""
+        raise NotImplementedError
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair: ...
+    def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
+        """Why the kernel cannot do a pattern by itself, or None."""
+        return "it takes no patterns"
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+        raise NotImplementedError
+
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
+    ) -> Triple:
+        """The share of these keys, from the final out and lse."""
+        raise NotImplementedError
+
+    @without_autocast
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        """(out, lse); a query without keys has out 0 and lse -inf."""
+        if q.dim() == 3 and (self.one_batch or call.pattern is not None):
+            return batch_of_one(self.forward, (q, k, v), call, into)
+        q, k, v = fit((q, k, v), self.align)
+        first = first_with_keys(q, k, call)
+        if first or not q.numel():
+            out, lse = into or (empty_tokens(result_like(q, v), tokens(q)), empty_lse(q))
+            out.narrow(-3, 0, first).zero_()
+            lse[..., :first].fill_(-torch.inf)
+            if first < tokens(q):
+                self.forward(q[:, first:], k, v, call, (out[:, first:], lse[..., first:]))
+            return out, lse
+        fitting = into if into is None or fits(into[0], self.align) else (dense_like(into[0]), into[1])
+        out, lse = self.attend(q, k, v, call, fitting)
+        if call.some_without_keys:
+            lse.masked_fill_(lse == torch.inf, -torch.inf)
+            out.masked_fill_((lse == -torch.inf).transpose(-1, -2).unsqueeze(-1), 0)
+        return settle((out, lse), into)
+
+    @without_autocast
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
-    ) -> Triple: ...
+    ) -> Triple:
+        """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has."""
+        if q.dim() == 3 and (self.one_batch or call.pattern is not None):
+            return batch_of_one(self.backward, (dout, q, k, v, out, lse), call, into)
+        dout, q, k, v, out = fit((dout, q, k, v, out), self.align)
+        first = first_with_keys(q, k, call)
+        if first or not q.numel():
+            dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
+            dq.narrow(-3, 0, first).zero_()
+            if first < tokens(q):
+                dout, out, q, rest = (x[:, first:] for x in (dout, out, q, dq))
+                self.backward(dout, q, k, v, out, lse[..., first:], call, (rest, dk, dv))
+            else:
+                dk.zero_()
+                dv.zero_()
+            return dq, dk, dv
+        fitting = into
+        if into is not None and not all(fits(x, self.align) for x in into):
+            dq, dk, dv = (x if fits(x, self.align) else dense_like(x) for x in into)
+            fitting = dq, dk, dv
+        return settle(self.gradients(dout, q, k, v, out, lse, call, fitting), into)
+
+
+class Wrapped(Kernel):
+    """A kernel by another one, which does what this one adds nothing to."""
+
+    def __init__(self, kernel: Kernel, *features: Feature):
+        self.kernel, self.name, self.summary, self.align = kernel, kernel.name, kernel.summary, kernel.align
+        self.features, self.note, self.any_order = kernel.features.union(features), kernel.note, kernel.any_order
+
+    def missing(self, device: str) -> str | None:
+        return self.kernel.missing(device)
+
+    def refuses(self, shape: Shape, mask: Band) -> str | None:
+        return self.kernel.refuses(shape, mask)
+
+
+def first_with_keys(q: Tensor, k: Tensor, call: Call) -> int:
+    """The number of leading queries that surely see no key: of a packed batch or a pattern all, or 0. Masks are aligned
+    bottom-right, so the other queries of a dense call are not affected if these are cut off."""
+    if not q.numel() or not k.numel():
+        return tokens(q)
+    if call.pattern is not None:
+        return 0 if len(call.pattern.rectangles) else tokens(q)
+    if call.packed or call.lengths is not None or call.mask.right < 0:
+        return 0
+    return min(max(0, tokens(q) - tokens(k) - call.mask.right), tokens(q))
 
 
 def lacks(kernel: Kernel, shape: Shape) -> str | None:
     """Why a kernel cannot do what the call has beyond plain attention, or None."""
-    features: frozenset[Feature] = getattr(kernel, "features", frozenset())
-    if shape.softcap and "softcap" not in features:
+    if shape.softcap and "softcap" not in kernel.features:
         return "softcap: cannot apply one"
-    if shape.v_head_dim != shape.head_dim and "v_head_dim" not in features:
+    if shape.v_head_dim != shape.head_dim and "v_head_dim" not in kernel.features:
         return f"v_head_dim={shape.v_head_dim}: must be head_dim={shape.head_dim}"
     return None
 
@@ -185,3 +275,9 @@ def settle(result: T, into: T | None) -> T:
         if x is not value:
             x.copy_(value)
     return into
+
+
+def batch_of_one(run: Callable[..., T], tensors: tuple[Tensor, ...], call: Call, into: T | None) -> T:
+    """A call on tensors without a batch dim, by `run`, which takes them with one."""
+    result = run(*(x[None] for x in tensors), call, into and tuple(x[None] for x in into))
+    return into or tuple(x[0] for x in result)  # type: ignore[return-value]

@@ -8,14 +8,12 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
-from attention.kernels.fit import fitted
 from attention.kernels.interface import Call, Pair, Shape, Triple
 from attention.masks.band import Band, Interval, tile
 
 SCORES = 1 << 26  # at most so many scores are held at once: 256 MiB in fp32
 
 
-@fitted
 class Math(decompose.Decomposed):
     name = "math"
     summary = "plain softmax in fp32 or fp64, in chunks of queries: the reference"

@@ -5,54 +5,46 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, settle
+from attention.kernels.fit import dense_like
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 
 
-class PaddedValues:
+class PaddedValues(Wrapped):
     """A kernel for calls of `shape`, whose head dims D and Dv differ. The kernel itself is called with both of the larger
     one.
 
     note: what is padded, for the reader of a result."""
 
     def __init__(self, kernel: Kernel, shape: Shape):
-        self.kernel, self.name, self.summary, self.align = kernel, kernel.name, kernel.summary, kernel.align
-        self.features = getattr(kernel, "features", frozenset()) | {"v_head_dim"}
+        super().__init__(kernel, "v_head_dim")
         d, dv = shape.head_dim, shape.v_head_dim
         self.note = f"values padded from {dv} to {d}" if dv < d else f"queries and keys padded from {d} to {dv}"
-
-    def missing(self, device: str) -> str | None:
-        return self.kernel.missing(device)
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         reason = self.kernel.refuses(_padded_shape(shape), mask)
         return f"{reason} ({self.note})" if reason and shape.v_head_dim > shape.head_dim else reason
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
-        asked = getattr(self.kernel, "refuses_pattern", None)
-        if asked is None:
-            return "it takes no patterns"
-        reason: str | None = asked(_padded_shape(shape), pattern, deterministic)
-        return reason
+        return self.kernel.refuses_pattern(_padded_shape(shape), pattern, deterministic)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         most = max(q.shape[-1], v.shape[-1])
-        q, k, values = (_padded(x, most) for x in (q, k, v))
         whole = v.shape[-1] == most  # out is written where it is wanted
+        q, k, values = (_padded(x, most) for x in (q, k, v))
         out, lse = self.kernel.forward(q, k, values, call, into if whole else None)
-        return settle((_cut(out, v), lse), into)
+        return _cut(out, v), lse
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         most = max(q.shape[-1], v.shape[-1])
         wide_dout, wide_q, wide_k, wide_v, wide_out = (_padded(x, most) for x in (dout, q, k, v, out))
         dq, dk, dv = self.kernel.backward(wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call)
-        return settle((_cut(dq, q), _cut(dk, k), _cut(dv, v)), into)
+        return _cut(dq, q), _cut(dk, k), _cut(dv, v)
 
 
 def _padded_shape(shape: Shape) -> Shape:
@@ -75,4 +67,4 @@ def _cut(x: Tensor, like: Tensor) -> Tensor:
     if x.shape[-1] == like.shape[-1]:
         return x
     found = x[..., : like.shape[-1]]
-    return torch.empty_like(found, memory_format=torch.contiguous_format).copy_(found)
+    return dense_like(found).copy_(found)

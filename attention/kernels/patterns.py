@@ -14,8 +14,8 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
 from attention.geometry.transfers import joined
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, lacks, settle
-from attention.masks.band import Band, Intervals
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped, lacks
+from attention.masks.band import Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
@@ -35,32 +35,24 @@ class PatternCall:
     overlapping: bool  # whether a key occurs twice
 
 
-class ForPatterns:
+class ForPatterns(Wrapped):
     """A kernel for calls under patterns. A kernel that takes patterns (it has tile lists, or intervals of each query)
     computes those that it can by itself; all others are computed by its packed calls.
 
     shape: of the calls. Raises ValueError in `check` for a pattern that the kernel can do in neither way."""
 
     def __init__(self, kernel: Kernel, shape: Shape):
-        self.kernel, self.shape = kernel, replace(shape, packed=True)
-        self.name, self.summary, self.align = kernel.name, kernel.summary, kernel.align
-        self.note = getattr(kernel, "note", "")
-
-    def missing(self, device: str) -> str | None:
-        return self.kernel.missing(device)
-
-    def refuses(self, shape: Shape, mask: Band) -> str | None:
-        return lacks(self.kernel, shape) or self.kernel.refuses(shape, mask)
+        super().__init__(kernel)
+        self.shape = replace(shape, packed=True)
 
     def why_rectangles(self, call: Call) -> str | None:
         """Why the kernel itself does not do the call's pattern, or None; kept with the pattern."""
         pattern = call.pattern
-        asked = getattr(self.kernel, "refuses_pattern", None)
-        if asked is None or pattern is None:
-            return "it takes no patterns"
+        if pattern is None:
+            return None
         key = ("why rectangles", self.name, call.deterministic, self.shape)
         if key not in pattern.kept:
-            pattern.kept[key] = asked(self.shape, pattern, call.deterministic)
+            pattern.kept[key] = self.kernel.refuses_pattern(self.shape, pattern, call.deterministic)
         reason: str | None = pattern.kept[key]
         return reason
 
@@ -69,40 +61,36 @@ class ForPatterns:
         if call.pattern is None or not (own := self.why_rectangles(call)):
             return
         for each in call.pattern.rounds:
-            if reason := self.refuses(self.shape, each.band):
+            if reason := lacks(self, self.shape) or self.refuses(self.shape, each.band):
                 raise UnsupportedCall(
                     f"kernel={self.name}: {own}; nor by packed calls: {reason}; kernel=auto takes one that can"
                 )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        if call.pattern is None or self.why_rectangles(call) is None:
-            return self.kernel.forward(q, k, v, call, into)
-        if q.dim() == 3:
-            out, lse = self._forward(q[None], k[None], v[None], call)
-            return settle((out[0], lse[0]), into)
-        return settle(self._forward(q, k, v, call), into)
+        if self.why_rectangles(call):
+            return super().forward(q, k, v, call, into)
+        return self.kernel.forward(q, k, v, call, into)
 
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
-        if call.pattern is None or self.why_rectangles(call) is None:
-            return self.kernel.backward(dout, q, k, v, out, lse, call, into)
-        if q.dim() == 3:
-            grads = self._backward(dout[None], q[None], k[None], v[None], out[None], lse[None], call)
-            return settle((grads[0][0], grads[1][0], grads[2][0]), into)
-        return settle(self._backward(dout, q, k, v, out, lse, call), into)
+        if self.why_rectangles(call):
+            return super().backward(dout, q, k, v, out, lse, call, into)
+        return self.kernel.backward(dout, q, k, v, out, lse, call, into)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        found = _parts(call, q)
-        total = Accumulator(result_like(q, v), [part.q for part in found])
-        for part in found:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+        parts = _parts(call, q)
+        total = Accumulator(result_like(q, v), [part.q for part in parts], into)
+        for part in parts:
             out, lse = self.kernel.forward(_side(q, part.q), _side(k, part.k), _side(v, part.k), part.call)
             total.add(_batched(out, q), _batched_lse(lse, q))
         return total.result()
 
-    def _backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call) -> Triple:
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
+    ) -> Triple:
         parts = _parts(call, q)
-        queries = Sum([q], [part.q for part in parts])
+        queries = Sum([q], [part.q for part in parts], into and into[:1])
         overlapping = any(part.overlapping for part in parts)
         keys = Overlapping(k, v, call.deterministic) if overlapping else Sum([k, v], [part.k for part in parts])
         for part in parts:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.kernels.aten import HALF, name_of
-from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Pair, Shape, Triple, settle
+from attention.kernels.fit import fit, without_autocast
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result, result_tensors
@@ -166,8 +166,7 @@ def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
     )
 
 
-@fitted
-class DecodeKernel:
+class DecodeKernel(Kernel):
     name = "decode"
     summary = "flash-decoding in Triton: keys split among programs, for few queries; forward only"
     align = 1
@@ -189,17 +188,14 @@ class DecodeKernel:
                 return f"{name}={n}: up to {MOST_DIM} only"
         return None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        self._check(call)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+        _check_call(call)
         return decode(q, k, v, call, into=into)
 
-    def _check(self, call: Call) -> None:
-        if call.packed or call.pattern is not None:
-            what = "packed" if call.packed else "a pattern"
-            raise UnsupportedCall(f"kernel=decode: {what}: dense calls under a band only; take another kernel")
-
+    @without_autocast
     def splits(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        self._check(call)
+        _check_call(call)
+        q, k, v = fit((q, k, v), self.align)
         _check(q, k, v)
         return _splits(q, k, v, call)
 
@@ -380,6 +376,12 @@ def stages_on(device: torch.device) -> int:
     properties = torch.cuda.get_device_properties(device)
     available = getattr(properties, "shared_memory_per_block_optin", FOUR_STAGES_BYTES)
     return STAGES if available >= FOUR_STAGES_BYTES else STAGES - 1
+
+
+def _check_call(call: Call) -> None:
+    if call.packed or call.pattern is not None:
+        what = "packed" if call.packed else "a pattern"
+        raise UnsupportedCall(f"kernel=decode: {what}: dense calls under a band only; take another kernel")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -8,19 +8,16 @@ from torch import Tensor
 from attention.errors import UnsupportedCall
 from attention.kernels import decompose
 from attention.kernels.aten import FLASH_ATTENTION_2, HALF
-from attention.kernels.fit import fitted
-from attention.kernels.interface import Call, Into, Pair, Shape, Triple
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.math import Math
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, Tiling, grouped_forward
 from attention.masks.band import Band
 
 
-@fitted
-class TritonFlash:
+class TritonFlash(Kernel):
     name = "triton"
     summary = "our own flash forward in Triton, FlashAttention-2's backward; packed batches go sequence by sequence"
-    align = 16
 
     def missing(self, device: str) -> str | None:
         return missing(device)
@@ -32,18 +29,18 @@ class TritonFlash:
             return f"head_dim={shape.head_dim}: 64 and 128 only"
         return dtype_rule(shape.dtype, shape.device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if call.mask.windowed:
             raise UnsupportedCall(f"kernel=triton: {call.mask.describe()}: no sliding window; take another kernel")
         if call.packed:
             return decompose.forward(_Rectangles(), q, k, v, call, into)
         return flash_forward(q, k, v, call.scale, call.mask.causal, into=into)
 
-    def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         if q.is_cuda and q.dtype in HALF:
-            return FLASH_ATTENTION_2.backward(dout, q, k, v, out, lse, call, into)
+            return FLASH_ATTENTION_2.gradients(dout, q, k, v, out, lse, call, into)
         return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels.aten import FlashAttention2, cuda_missing
-from attention.kernels.fit import fitted
+from attention.kernels.aten import FlashAttention2, lengths_of
 from attention.kernels.interface import Call, Pair, Triple
 from attention.runtime import private
 
@@ -28,48 +27,37 @@ if TYPE_CHECKING:
 INSTALL = "pip install xformers==0.0.35"
 
 
-@fitted
 class Xformers(FlashAttention2):
     name = "xformers"
     any_order = "its backward is not deterministic; take flash2 or flash4"
 
     @property
-    def summary(self) -> str:
+    def summary(self) -> str:  # type: ignore[override]
         return f"the package xformers, by its FlashAttention-2 operators{f': {self.note}' if self.note else ''}"
 
     @property
-    def note(self) -> str | None:
+    def note(self) -> str | None:  # type: ignore[override]
         return getattr(operators()[0], "names", None) if torch.cuda.is_available() else None  # importing takes seconds
 
     def missing(self, device: str) -> str | None:
-        return cuda_missing(device) or operators()[1]
+        return super().missing(device) or operators()[1]
 
-    def run(self, q: Tensor, k: Tensor, v: Tensor, call: Call, max_q: int, max_k: int) -> Pair:
-        mask, cu_seqlens = call.mask, (call.cu_q, call.cu_k)
-        out, lse, _ = _functions().forward(
-            q, k, v, *cu_seqlens, None, max_q, max_k, 0.0, call.scale, mask.causal, mask.left, mask.right, False, None
-        )
+    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+        cu_q, cu_k, *longest = lengths_of(q, k, call)
+        out, lse, _ = _functions().forward(q, k, v, cu_q, cu_k, None, *longest, *_band(call), False, None)
         return out, lse
 
-    def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        max_q: int,
-        max_k: int,
-    ) -> Triple:
+    def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
         if call.deterministic:
             raise UnsupportedCall(f"kernel=xformers: deterministic=True: {self.any_order}")
-        mask, tensors = call.mask, (dout, q, k, v, out, lse, call.cu_q, call.cu_k)
-        grads: Triple = _functions().backward(
-            False, *tensors, max_q, max_k, 0.0, call.scale, mask.causal, mask.left, mask.right, None
-        )
+        lengths = lengths_of(tensors[1], tensors[2], call)
+        grads: Triple = _functions().backward(False, *tensors, *lengths, *_band(call), None)
         return grads
+
+
+def _band(call: Call) -> tuple[float, float, bool, int, int]:
+    """No dropout, the scale, and the mask."""
+    return 0.0, call.scale, call.mask.causal, call.mask.left, call.mask.right
 
 
 @cache

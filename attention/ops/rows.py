@@ -1,5 +1,7 @@
 """Sums of tokens by index, in one Triton kernel: a token of the result is the sum of one token of each part. One part
-is an indexed copy. PyTorch's index operations reach a fraction of the memory bandwidth."""
+is an indexed copy. PyTorch's index operations reach a fraction of the memory bandwidth. Several sums over the same tokens
+(dk and dv) share a launch. A program takes a tile of tokens of one sum: with all heads if they are adjacent in all
+tensors, else one."""
 
 from __future__ import annotations
 
@@ -16,60 +18,80 @@ from attention.runtime.triton_launcher import MOST, TritonLauncher
 
 TILE = 4096  # elements per program: 16 per thread with 8 warps
 COLUMNS = 2048
-MOST_PARTS = 16
-Numbered = Sequence[tuple[Tensor, Tensor]]
+MOST_PARTS = 16  # that one kernel adds up
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "numbers_n"])
 def _sum_rows(  # type: ignore[no-untyped-def]
-    out, to, parts, numbers, n_rows, columns, out_b, out_t, parts_b, parts_t,
-    N: tl.constexpr, SUM_DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    to, numbers, outs, parts, n_rows, numbers_n, heads, columns, out_b, out_t, out_h, parts_b, parts_t, parts_h,
+    M: tl.constexpr, N: tl.constexpr, SUM_DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    b = tl.program_id(2).to(tl.int64)
+    which = tl.program_id(2) % M
+    h = (tl.program_id(2) // M % heads).to(tl.int64)
+    b = (tl.program_id(2) // M // heads).to(tl.int64)
+    out = outs[0]
+    for j in tl.static_range(1, M):
+        out = tl.where(which == j, outs[j], out)
     live = r < n_rows
     inside = (c < columns)[None, :]
     total = tl.zeros([ROWS, COLUMNS], SUM_DTYPE)
     for i in tl.static_range(N):
-        number = tl.load(numbers[i] + r, mask=live, other=-1).to(tl.int64)
-        at = parts[i] + b * parts_b[i] + number[:, None] * parts_t[i] + c[None, :]
+        part = parts[i * M]
+        for j in tl.static_range(1, M):
+            part = tl.where(which == j, parts[i * M + j], part)
+        number = tl.load(numbers + i * numbers_n + r, mask=live, other=-1).to(tl.int64)
+        at = part + b * parts_b[i] + h * parts_h[i] + number[:, None] * parts_t[i] + c[None, :]
         total += tl.load(at, mask=(number >= 0)[:, None] & inside, other=0.0).to(SUM_DTYPE)
     tl.debug_barrier()  # a part may lie in out, where other threads read it
     place = tl.load(to + r, mask=live, other=0).to(tl.int64)
-    at = out + b * out_b + place[:, None] * out_t + c[None, :]
+    at = out + b * out_b + h * out_h + place[:, None] * out_t + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=live[:, None] & inside)
 
 
-def sum_rows(out: Tensor, to: Tensor, parts: Numbered) -> None:
-    """Sets token `to[i]` of `out` to the sum of token `number[i]` of each part; -1 stands for no token.
+def sum_rows(outs: Sequence[Tensor], to: Tensor, parts: Sequence[Sequence[Tensor]], numbers: Tensor) -> None:
+    """Sets token `to[i]` of each out to the sum of token `numbers[j, i]` of its tensor of each part j; -1 stands for no
+    token.
 
-    out and parts: `[B, S, H, D]` or `[T, H, D]`, floating-point, any strides in which the heads of a token are
-    contiguous. to, and each part's numbers: int32 `[n]`, `to` without repetition. A part may lie in out, at the place
-    of its tokens. Raises ValueError for no parts."""
+    outs and parts: `[B, S, H, D]` or `[T, H, D]`, floating-point, any strides with a contiguous head dim. All outs share
+    shape, dtype and strides, and so do the tensors of each part. to: int32 `[n]`, without repetition; numbers: int32
+    `[parts, n]`. A part may lie in its out, at the place of its tokens. More than `MOST_PARTS` parts take several sweeps
+    over memory, with the running sum in the accumulation dtype. Raises ValueError for a strided head dim."""
+    out = outs[0]
     if len(parts) > MOST_PARTS:
-        running = torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device)
-        sum_rows(running, to, parts[:MOST_PARTS])
-        sum_rows(out, to, [(running, to), *parts[MOST_PARTS:]])
+        running = [torch.empty(out.shape, dtype=accumulation_dtype(out.dtype), device=out.device) for _ in outs]
+        sum_rows(running, to, parts[:MOST_PARTS], numbers[:MOST_PARTS])
+        sum_rows(outs, to, [running, *parts[MOST_PARTS:]], torch.cat([to[None], numbers[MOST_PARTS:]]))
         return
-    if not parts:
-        raise ValueError("no parts: give at least one")
     if to.numel() == 0 or out.numel() == 0:
         return
-    given, numbers = (tuple([pair[i] for pair in parts]) for i in (0, 1))
-    strides = tuple([x.stride() for x in (out, *given)])
-    _start(out.shape, to.numel(), strides, out.dtype == torch.float64)(out, to, given, numbers)
+    tensors = (out, *[of_part[0] for of_part in parts])
+    for x in tensors:
+        if x.stride(-1) != 1 and x.numel():
+            raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
+    sizes = to.numel(), numbers.stride(0), len(outs)
+    start = _start(out.shape, sizes, tuple([x.stride() for x in tensors]), out.dtype == torch.float64)
+    start(to, numbers, tuple(outs), tuple([x for of_part in parts for x in of_part]))
 
 
 @lru_cache(maxsize=MOST)
-def _start(shape: torch.Size, n_rows: int, strides: tuple[tuple[int, ...], ...], fp64: bool) -> TritonLauncher:
-    """strides: of out and of the parts."""
-    batch, columns = (shape[0] if len(shape) == 4 else 1), shape[-2] * shape[-1]
+def _start(
+    shape: torch.Size, sizes: tuple[int, int, int], strides: tuple[tuple[int, ...], ...], fp64: bool
+) -> TritonLauncher:
+    """sizes: the tokens, the stride of the numbers by part, and the sums. strides: of an out and of the parts."""
+    n_rows, numbers_n, together = sizes
+    heads, columns = shape[-2:]
+    batch = shape[0] if len(shape) == 4 else 1
+    if all(x[-2] == columns for x in strides):
+        heads, columns = 1, heads * columns  # all heads of a token side by side
     width = min(triton.next_power_of_2(columns), COLUMNS)
     height = max(1, TILE // width)
-    steps = [(x[0] if batch > 1 else 0, x[-3]) for x in strides]
+    # by batch, token and head
+    steps = [(x[0] if batch > 1 else 0, x[-3], x[-2] if heads > 1 else 0) for x in strides]
     return TritonLauncher(
-        _sum_rows, (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch),
-        (n_rows, columns, *steps[0], *(tuple(x[i] for x in steps[1:]) for i in (0, 1))),
-        N=len(steps) - 1, SUM_DTYPE=tl.float64 if fp64 else tl.float32, ROWS=height, COLUMNS=width, num_warps=8,
+        _sum_rows, (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch * heads * together),
+        (n_rows, numbers_n, heads, columns, *steps[0], *(tuple(x[i] for x in steps[1:]) for i in range(3))),
+        M=together, N=len(steps) - 1, SUM_DTYPE=tl.float64 if fp64 else tl.float32, ROWS=height, COLUMNS=width,
+        num_warps=8,
     )  # fmt: skip

@@ -13,14 +13,12 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.geometry.schedules import length
-from attention.geometry.sum_ranges import MOST
 from attention.geometry.transfers import Intervals
 from attention.memo import MOST_PARTS, memo
 from attention.reduction.stepwise import Stepwise
 from attention.runtime.uploads import held, uploaded
-from attention.tensors import add_, empty_tokens, token_dim, token_indices, tokens, tokens_contiguous, tokens_of
+from attention.tensors import add_, empty_tokens, token_dim, token_indices, tokens, tokens_of
 
-MANY = 2 * MOST  # intervals; with more, tokens are added by index
 MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, which enumerates sums and heads
 
 Parts = Sequence[tuple[Tensor, Intervals]]
@@ -34,36 +32,28 @@ def sum_parts(out: Tensor, parts: Parts) -> None:
     any dtype. Strides are arbitrary, except that the last dim is contiguous. A part may be a view of out at its own tokens.
 
     Raises ValueError for a part whose number of tokens is not that of its intervals, and for a strided last dim."""
-    for part, intervals in parts:
-        _check(part.shape, intervals, out.shape)
-    if not out.is_cuda:
-        sum_eager(out, parts)
-    elif _few(parts):
-        from attention.ops.sum import sum_triton
-
-        sum_triton((out,), [((part,), intervals) for part, intervals in parts])
-    elif all(tokens_contiguous(x.shape, x.stride()) for x in (out, *(part for part, _ in parts))):
-        sum_numbered(out, parts)
-    else:
-        sum_eager(out, parts)
+    sum_all((out,), [((part,), intervals) for part, intervals in parts])
 
 
 def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
     """`sum_parts` for each of outs; a part has one tensor for each out, all over the same tokens. No out may be a part of
     another out. On CUDA one launch computes all sums if their shapes, strides and dtypes are equal, as for dk and dv."""
-    first = outs[0]
-    if len(outs) > 1 and first.is_cuda and _few(parts) and alike(outs, parts):
-        from attention.ops.sum import sum_triton
-
+    if outs[0].is_cuda and _one_launch(outs, parts):
         for of_part, intervals in parts:
-            _check(of_part[0].shape, intervals, first.shape)
-        sum_triton(outs, parts)
+            _check(of_part[0].shape, intervals, outs[0].shape)
+        sum_numbered(outs, parts)
         return
     for i, out in enumerate(outs):
-        sum_parts(out, [(of_part[i], intervals) for of_part, intervals in parts])
+        own = [(of_part[i], intervals) for of_part, intervals in parts]
+        for part, intervals in own:
+            _check(part.shape, intervals, out.shape)
+        if out.is_cuda:
+            sum_numbered((out,), [((part,), intervals) for part, intervals in own])
+        else:
+            sum_eager(out, own)
 
 
-def alike(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
+def _one_launch(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
     """Whether one kernel launch can compute all sums: equal shapes, strides and dtypes, and a grid that is large
     enough."""
     shape = outs[0].shape
@@ -75,10 +65,6 @@ def alike(outs: Sequence[Tensor], parts: PartsOfAll) -> bool:
     )
 
 
-def _few(parts: Sequence[tuple[object, Intervals]]) -> bool:
-    return sum([len(intervals) for _, intervals in parts]) <= MANY
-
-
 @memo(lambda _, part, intervals, out: 1 + len(intervals), subjects=MOST_PARTS)
 def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
     if part[-3] != length(intervals) or len(part) != len(out) or part[-2:] != out[-2:]:
@@ -88,21 +74,26 @@ def _check(part: torch.Size, intervals: Intervals, out: torch.Size) -> None:
         )
 
 
-def sum_numbered(out: Tensor, parts: Parts) -> None:
-    """`sum_parts` by token index, for many intervals; on CUDA, or on a CPU under Triton's interpreter. The heads of a
-    token must be contiguous."""
+def sum_numbered(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
+    """`sum_all` in one launch on CUDA, or on a CPU under Triton's interpreter."""
     from attention.ops.rows import sum_rows
 
-    n = tokens(out)
-    to = token_indices(((0, n),), out.device, torch.int32)
-    sum_rows(out, to, [(part, held(_numbers(n, intervals, out.device), out.device)) for part, intervals in parts])
+    n, device = tokens(outs[0]), outs[0].device
+    to = token_indices(((0, 1 << n.bit_length()),), device, torch.int32)[:n]
+    intervals = tuple([x for _, x in parts])
+    if all(x == ((0, n),) for x in intervals):
+        numbers = to.expand(len(parts), n)
+    else:
+        numbers = held(_numbers(n, intervals, device), device)
+    sum_rows(outs, to, [of_part for of_part, _ in parts], numbers)
 
 
-@lru_cache(maxsize=128)
-def _numbers(n: int, intervals: Intervals, device: torch.device) -> Tensor:
-    """int32 `[n]`: for each of n tokens its index in a part over the intervals, -1 where the part lacks it."""
-    found = np.full(n, -1, np.int32)
-    found[tokens_of(intervals)] = np.arange(length(intervals))
+@lru_cache(maxsize=64)
+def _numbers(n: int, parts: tuple[Intervals, ...], device: torch.device) -> Tensor:
+    """int32 `[parts, n]`: for each of n tokens its index in a part over its intervals, -1 where the part lacks it."""
+    found = np.full((len(parts), n), -1, np.int32)
+    for row, intervals in zip(found, parts, strict=True):
+        row[tokens_of(intervals)] = np.arange(length(intervals))
     return uploaded(found, device)
 
 

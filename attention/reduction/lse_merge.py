@@ -40,10 +40,10 @@ def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, l
 
 class Accumulator(Stepwise):
     """The merge of parts (out, lse) that arrive one by one. like: a tensor with the shape and dtype of the whole out. parts:
-    the query intervals of each part."""
+    the query intervals of each part. into: the (out, lse) to write to, by default new ones."""
 
-    def __init__(self, like: Tensor, parts: Sequence[Intervals]):
-        super().__init__([like], parts, (token_dim(like), -1))
+    def __init__(self, like: Tensor, parts: Sequence[Intervals], into: tuple[Tensor, Tensor] | None = None):
+        super().__init__([like], parts, (token_dim(like), -1), into)
 
     def new(self) -> Sequence[Tensor]:
         (like,) = self.like

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from attention.kernels import KERNELS, Call, Shape, flash3, flash4, flex, refusal, xformers
+from attention.kernels.interface import first_with_keys
 from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import attention, inputs, kept, normal, relative
 
@@ -45,9 +46,9 @@ def test_a_band_is_flash3s_window():
 
 @every_mask
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_the_rows_that_flash4_leaves_out_are_those_without_keys(mask, sizes):
+def test_the_rows_that_kernels_are_spared_are_those_without_keys(mask, sizes):
     q, k, _, _, call = inputs(lambda: Call(1.0, mask), sizes, 1, 1, 8, torch.float32)
-    empty = flash4.rows_without_keys(q, k, call)
+    empty = first_with_keys(q, k, call)
     seen = kept(mask, *sizes).any(1)
     assert not seen[:empty].any() and seen[empty:].all()
 

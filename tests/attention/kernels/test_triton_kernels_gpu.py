@@ -222,10 +222,10 @@ def test_parts_are_summed_as_eager_sums_them_also_in_place(dtype, batch, heads, 
 @every_dtype
 @pytest.mark.parametrize("head_dim", [80, 128])
 def test_sums_that_are_alike_are_one_launch_and_as_eager_sums_them(dtype, head_dim, monkeypatch):
-    from attention.ops import sum as triton_sum
+    from attention.ops import rows
 
-    n, launched, start = 1003, [], triton_sum.TritonLauncher.__call__
-    monkeypatch.setattr(triton_sum.TritonLauncher, "__call__", lambda *given: launched.append(1) or start(*given))
+    n, launched, start = 1003, [], rows.TritonLauncher.__call__
+    monkeypatch.setattr(rows.TritonLauncher, "__call__", lambda *given: launched.append(1) or start(*given))
 
     def made(count, unlike):
         outs = [normal(2, n, 10, head_dim, dtype=dtype, seed=100 + i, device="cuda")[:, :, 1:-1] for i in range(count)]
@@ -270,13 +270,13 @@ def test_many_stretches_are_summed_by_number_as_eager_sums_them(dtype, batch, he
 
 
 def test_sums_of_new_lengths_compile_nothing_anew():
-    from attention.ops.sum import _sum
+    from attention.ops.rows import _sum_rows
 
     compiled = []
     for n in (1000, 1001, 2, 17, 4096):
         x = torch.ones(1, n, 4, 64, device="cuda", dtype=torch.bfloat16)
         sum_parts(torch.empty_like(x), [(x, ((0, n),)), (x[:, : n // 2], ((n - n // 2, n),))])
-        compiled.append(sum(len(cache[0]) for cache in _sum.device_caches.values()))
+        compiled.append(sum(len(cache[0]) for cache in _sum_rows.device_caches.values()))
     assert len(set(compiled)) == 1
 
 

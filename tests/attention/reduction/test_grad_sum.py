@@ -6,17 +6,15 @@ import pytest
 import torch
 
 from attention.geometry.schedules import length
-from attention.geometry.sum_ranges import SumRange, ranges
 from attention.reduction.grad_sum import (
     MOST_PROGRAMS,
     Sum,
-    alike,
+    _one_launch,
     sum_all,
     sum_eager,
     sum_numbered,
     sum_parts,
 )
-from attention.tensors import tokens_contiguous
 from tests.support.naive import normal
 
 torch.set_num_threads(1)
@@ -24,23 +22,13 @@ torch.set_num_threads(1)
 needs_interpreter = pytest.mark.skipif(
     torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_triton_kernels_gpu.py"
 )
-both = pytest.mark.parametrize(
-    "how", ["eager", *(pytest.param(how, marks=needs_interpreter) for how in ("triton", "numbered"))]
-)
+both = pytest.mark.parametrize("how", ["eager", pytest.param("triton", marks=needs_interpreter)])
 
 
 def summed(how, out, parts):
     if how == "eager":
         return sum_eager(out, parts)
-    if how == "numbered" and not (
-        parts and all(tokens_contiguous(x.shape, x.stride()) for x in (out, *(x for x, _ in parts)))
-    ):
-        pytest.skip("by their numbers: a token's heads must lie together, and there must be parts")
-    if how == "numbered":
-        return sum_numbered(out, parts)
-    from attention.ops.sum import sum_triton
-
-    return sum_triton((out,), [((part,), intervals) for part, intervals in parts])
+    return sum_numbered((out,), [((part,), intervals) for part, intervals in parts])
 
 
 def expected(out, parts):
@@ -130,7 +118,7 @@ def test_any_number_of_parts_is_rounded_once(how, n_parts):
 
 
 @both
-def test_many_stretches_are_summed_range_by_range(how):
+def test_many_stretches_are_summed(how):
     out = torch.full((200, 2, 16), torch.nan)
     intervals = [((0, 200),), tuple((i, i + 3) for i in range(0, 200, 5)), tuple((i, i + 7) for i in range(1, 190, 9))]
     parts = [(normal(length(x), 2, 16, dtype=torch.float32, seed=i), x) for i, x in enumerate(intervals)]
@@ -173,11 +161,9 @@ def together(sums):
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 @pytest.mark.parametrize("head_dim", [40, 64])
 def test_sums_that_are_alike_are_summed_together(n, head_dim):
-    from attention.ops.sum import sum_triton
-
     sums = several(n, 0, head_dim)
     exact = [expected(*each) for each in sums]
-    sum_triton(*together(sums))
+    sum_numbered(*together(sums))
     for (out, _), each in zip(sums, exact, strict=True):
         assert near("triton", out, each)
 
@@ -192,8 +178,6 @@ def test_each_of_several_sums_is_made():
 
 @needs_interpreter
 def test_more_parts_than_one_kernel_adds_are_added_to_each_of_several_sums():
-    from attention.ops.sum import sum_triton
-
     places = [((0, 21),) if i % 2 else ((0, 5), (9, 20)) for i in range(20)]
     sums = []
     for j in range(2):
@@ -201,7 +185,7 @@ def test_more_parts_than_one_kernel_adds_are_added_to_each_of_several_sums():
         sums.append(
             (out, [(normal(length(x), 2, 16, dtype=out.dtype, seed=30 * j + i), x) for i, x in enumerate(places)])
         )
-    sum_triton(*together(sums))
+    sum_numbered(*together(sums))
     for out, parts in sums:
         assert near("triton", out, expected(out, parts))
 
@@ -215,26 +199,12 @@ def test_sums_are_alike_in_shape_strides_and_dtype_of_outs_and_parts():
                 found[1] = other
         return outs, [(outs, ((0, 9),)), (parts, ((2, 6),))]
 
-    assert alike(*given())
+    assert _one_launch(*given())
     for of in (9, 4):
         turned = torch.zeros(of, 8, 3).transpose(1, 2)
         for other in (turned, torch.zeros(of, 3, 8, dtype=torch.float64), torch.zeros(of + 1, 3, 8)):
-            assert not alike(*given(**{"out" if of == 9 else "part": other}))
-    assert alike(*given(heads=MOST_PROGRAMS // 2)) and not alike(*given(heads=MOST_PROGRAMS // 2 + 1))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_ranges_cut_all_tokens_and_hold_few_stretches(seed):
-    draw = random.Random(seed)
-    n = draw.randint(1, 300)
-    parts = tuple(stretches(draw, n, 30) for _ in range(draw.randint(1, 8)))
-    found = ranges(n, parts, 9)
-    assert [r.start for r in found] == [0, *(r.stop for r in found[:-1])] and found[-1].stop == n
-    for r in found:
-        assert len(r.entries) <= 9 or found == (SumRange(0, n, r.entries),)
-        meeting = [e for number, x in enumerate(parts) for e in x if min(e[1], r.stop) > max(e[0], r.start)]
-        held = [(e.start, e.stop) for e in r.entries if min(e.stop, r.stop) > max(e.start, r.start)]
-        assert sorted(held) == sorted(meeting)
+            assert not _one_launch(*given(**{"out" if of == 9 else "part": other}))
+    assert _one_launch(*given(heads=MOST_PROGRAMS // 2)) and not _one_launch(*given(heads=MOST_PROGRAMS // 2 + 1))
 
 
 def test_a_sum_refuses_what_does_not_fit():
