@@ -80,42 +80,12 @@ def _attend(q, k_t, v, top, total, acc, seen, key, scale_log2, MASKED: tl.conste
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    k,
-    v,
-    k_n,
-    v_n,
-    n_keys,
-    start,
-    stop,
-    scale_log2,
-    q0,
-    q1,
-    q2,
-    q3,
-    seen0,
-    seen1,
-    seen2,
-    seen3,
-    top0,
-    top1,
-    top2,
-    top3,
-    total0,
-    total1,
-    total2,
-    total3,
-    acc0,
-    acc1,
-    acc2,
-    acc3,
-    FIRST: tl.constexpr,
-    SETS: tl.constexpr,
-    MASKED: tl.constexpr,
-    KEYS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    k, v, k_n, v_n, n_keys, start, stop, scale_log2, q, seen, sums,
+    FIRST: tl.constexpr, SETS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Adds the tiles of keys from `start` (a multiple of KEYS) to `stop` to the sets FIRST .. SETS - 1."""
+):  # fmt: skip
+    """Adds the tiles of keys from `start` (a multiple of KEYS) to `stop` to the sets FIRST .. SETS - 1. q, seen, sums: of
+    each set."""
     d = tl.arange(0, HEAD_DIM)
     for at in range(start, stop, KEYS):
         key = at + tl.arange(0, KEYS)
@@ -128,15 +98,14 @@ def _walk(  # type: ignore[no-untyped-def]
         else:
             k_t = tl.trans(tl.load(k_at))
             v_ = tl.load(v_at)
-        if FIRST <= 0:
-            top0, total0, acc0 = _attend(q0, k_t, v_, top0, total0, acc0, seen0, key, scale_log2, MASKED, PRECISION)
-        if FIRST <= 1 and SETS > 1:
-            top1, total1, acc1 = _attend(q1, k_t, v_, top1, total1, acc1, seen1, key, scale_log2, MASKED, PRECISION)
-        if FIRST <= 2 and SETS > 2:
-            top2, total2, acc2 = _attend(q2, k_t, v_, top2, total2, acc2, seen2, key, scale_log2, MASKED, PRECISION)
-        if FIRST <= 3 and SETS > 3:
-            top3, total3, acc3 = _attend(q3, k_t, v_, top3, total3, acc3, seen3, key, scale_log2, MASKED, PRECISION)
-    return top0, top1, top2, top3, total0, total1, total2, total3, acc0, acc1, acc2, acc3
+        after = ()
+        for i in tl.static_range(SETS):
+            top, total, acc = sums[i]
+            if i >= FIRST:
+                top, total, acc = _attend(q[i], k_t, v_, top, total, acc, seen[i], key, scale_log2, MASKED, PRECISION)
+            after = after + ((top, total, acc),)
+        sums = after
+    return sums
 
 
 @triton.jit
@@ -174,21 +143,22 @@ def _set(  # type: ignore[no-untyped-def]
     GROUPS: tl.constexpr, SET: tl.constexpr, PACK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a set, the number of keys that each sees, and an empty softmax."""
+    """The queries of a set, the number of keys that each sees, and (top, total, acc) of an empty softmax."""
     at, live, seen = _place(chunk, block, ends, GROUPS, SET, PACK, PAD, ROWS, CAUSAL)
     d = tl.arange(0, HEAD_DIM)
     x = tl.load(q + at[:, None] * q_t + d[None, :], mask=live[:, None], other=0.0)
     top = tl.full([PACK * ROWS], float("-inf"), tl.float32)
-    return x, seen, top, tl.zeros([PACK * ROWS], tl.float32), tl.zeros([PACK * ROWS, HEAD_DIM], tl.float32)
+    return x, seen, (top, tl.zeros([PACK * ROWS], tl.float32), tl.zeros([PACK * ROWS, HEAD_DIM], tl.float32))
 
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    out, lse, out_t, top, total, acc, scale_log2, chunk, block, ends,
+    out, lse, out_t, sums, scale_log2, chunk, block, ends,
     GROUPS: tl.constexpr, SET: tl.constexpr, PACK: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     at, live, _ = _place(chunk, block, ends, GROUPS, SET, PACK, PAD, ROWS, CAUSAL)
+    top, total, acc = sums
     d = tl.arange(0, HEAD_DIM)
     norm = tl.where(total == 0.0, 1.0, total)
     tl.store(out + at[:, None] * out_t + d[None, :], (acc / norm[:, None]).to(out.dtype.element_ty), mask=live[:, None])
@@ -211,44 +181,22 @@ def _grouped(  # type: ignore[no-untyped-def]
     v += b * v_b + h // GQA * v_h
     out += b * out_b + h * out_h
     lse += (b * heads + h) * chunk * GROUPS
-    q0, seen0, top0, total0, acc0 = _set(q, q_t, chunk, block, ends, GROUPS, 0, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
-    # placeholders of sets that do not exist
-    q1, seen1, top1, total1, acc1 = q0, seen0, top0, total0, acc0
-    q2, seen2, top2, total2, acc2 = q0, seen0, top0, total0, acc0
-    q3, seen3, top3, total3, acc3 = q0, seen0, top0, total0, acc0
-    if SETS > 1:
-        q1, seen1, top1, total1, acc1 = _set(q, q_t, chunk, block, ends, GROUPS, 1, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
-    if SETS > 2:
-        q2, seen2, top2, total2, acc2 = _set(q, q_t, chunk, block, ends, GROUPS, 2, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
-    if SETS > 3:
-        q3, seen3, top3, total3, acc3 = _set(q, q_t, chunk, block, ends, GROUPS, 3, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
+    queries, seen, sums = (), (), ()
+    for i in tl.static_range(SETS):
+        of_set = _set(q, q_t, chunk, block, ends, GROUPS, i, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
+        queries, seen, sums = queries + (of_set[0],), seen + (of_set[1],), sums + (of_set[2],)
 
     # phase P ends with set P: first the tiles that all rows of the remaining sets see, then those on the edge of set P
     at = 0
     for P in tl.static_range(SETS):
         whole, stop = _bounds(chunk, block, ends, P, PACK, PAD, ROWS, KEYS, CAUSAL)
-        top0, top1, top2, top3, total0, total1, total2, total3, acc0, acc1, acc2, acc3 = _walk(
-            k, v, k_n, v_n, n_keys, at, whole, scale_log2,
-            q0, q1, q2, q3, seen0, seen1, seen2, seen3, top0, top1, top2, top3,
-            total0, total1, total2, total3, acc0, acc1, acc2, acc3,
-            P, SETS, False, KEYS, HEAD_DIM, PRECISION,
-        )  # fmt: skip
+        sums = _walk(k, v, k_n, v_n, n_keys, at, whole, scale_log2, queries, seen, sums, P, SETS, False, KEYS, HEAD_DIM, PRECISION)  # fmt: skip
         at = tl.maximum(at, whole)
-        top0, top1, top2, top3, total0, total1, total2, total3, acc0, acc1, acc2, acc3 = _walk(
-            k, v, k_n, v_n, n_keys, at, stop, scale_log2,
-            q0, q1, q2, q3, seen0, seen1, seen2, seen3, top0, top1, top2, top3,
-            total0, total1, total2, total3, acc0, acc1, acc2, acc3,
-            P, SETS, True, KEYS, HEAD_DIM, PRECISION,
-        )  # fmt: skip
+        sums = _walk(k, v, k_n, v_n, n_keys, at, stop, scale_log2, queries, seen, sums, P, SETS, True, KEYS, HEAD_DIM, PRECISION)  # fmt: skip
         at = tl.maximum(at, tl.cdiv(tl.maximum(stop, 0), KEYS) * KEYS)
 
-    _store(out, lse, out_t, top0, total0, acc0, scale_log2, chunk, block, ends, GROUPS, 0, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)  # fmt: skip
-    if SETS > 1:
-        _store(out, lse, out_t, top1, total1, acc1, scale_log2, chunk, block, ends, GROUPS, 1, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)  # fmt: skip
-    if SETS > 2:
-        _store(out, lse, out_t, top2, total2, acc2, scale_log2, chunk, block, ends, GROUPS, 2, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)  # fmt: skip
-    if SETS > 3:
-        _store(out, lse, out_t, top3, total3, acc3, scale_log2, chunk, block, ends, GROUPS, 3, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)  # fmt: skip
+    for i in tl.static_range(SETS):
+        _store(out, lse, out_t, sums[i], scale_log2, chunk, block, ends, GROUPS, i, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
 
 
 def grouped_forward(
