@@ -103,7 +103,7 @@ def _walk(  # type: ignore[no-untyped-def]
             top, total, acc = sums[i]
             if i >= FIRST:
                 top, total, acc = _attend(q[i], k_t, v_, top, total, acc, seen[i], key, scale_log2, MASKED, PRECISION)
-            after = after + ((top, total, acc),)
+            after = after + ((top, total, acc),)  # type: ignore[assignment]
         sums = after
     return sums
 
@@ -184,7 +184,7 @@ def _grouped(  # type: ignore[no-untyped-def]
     queries, seen, sums = (), (), ()
     for i in tl.static_range(SETS):
         of_set = _set(q, q_t, chunk, block, ends, GROUPS, i, PACK, PAD, ROWS, HEAD_DIM, CAUSAL)
-        queries, seen, sums = queries + (of_set[0],), seen + (of_set[1],), sums + (of_set[2],)
+        queries, seen, sums = queries + (of_set[0],), seen + (of_set[1],), sums + (of_set[2],)  # type: ignore[assignment]
 
     # phase P ends with set P: first the tiles that all rows of the remaining sets see, then those on the edge of set P
     at = 0
