@@ -311,7 +311,7 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
             kernel.check(_like(spec, settings).under(Pattern(tokens, tokens, rows)))
         return kernel
     chosen = kernels.select(wanted, spec.shape, masks(problem), variant.decode)
-    reads_lengths = "kv_lengths" in getattr(chosen, "features", ())
+    reads_lengths = "kv_lengths" in chosen.features
     return chosen if spec.lengths_on is None or reads_lengths else ByElement(chosen)
 
 

@@ -124,7 +124,7 @@ def _problem(variant: Variant[Any], setting: Setting) -> Problem:
 
 def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Setting) -> str | None:
     """As `kernels.select` and `select_for_patterns` decide, had every kernel its package."""
-    if setting.deterministic and shape.backward and (reason := getattr(kernel, "any_order", None)):
+    if setting.deterministic and shape.backward and (reason := kernel.any_order):
         return f"deterministic=True: {reason}"
     for c in problem.schedule.parts(problem, shape.heads, shape.kv_heads):
         of = replace(shape, heads=c.heads, kv_heads=c.kv_heads, packed=False)
