@@ -6,8 +6,6 @@ conf/topology. Other overrides are those of a run.
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from argparse import Namespace
 from collections.abc import Collection, Sequence
@@ -25,7 +23,7 @@ from runner.predict import topologies, validation
 from runner.predict.estimates import Row, rows, spec_of
 from runner.predict.topologies import Cluster
 
-FORMATS = ("table", "json", "csv", "md")
+FORMATS = ("table", "json", "md")
 COLUMNS = (
     "W",
     "S",
@@ -54,7 +52,6 @@ def _main(arguments: list[str]) -> int:
     made.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     made.add_argument("--format", choices=FORMATS, default="table")
     made.add_argument("--every", action="store_true", help="every candidate of a variant, not only its best options")
-    made.add_argument("--out", type=Path, help="a folder for the rows and for a chart of which variant wins where")
     made.add_argument("--validate", nargs="+", type=Path, metavar="DIR", help="folders of results")
     made.add_argument("--write", action="store_true", help="with --validate: predictions state and use these errors")
     asked = made.parse_args(arguments)
@@ -65,13 +62,6 @@ def _main(arguments: list[str]) -> int:
     print(rendered(found, asked.format, note), end="") if asked.format != "table" else _show(
         found, note, asked.overrides
     )
-    if asked.out:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        (asked.out / "predicted.json").write_text(rendered(found, "json", note))
-        from runner.predict import chart
-
-        for path in chart.write(found, asked.out, note):
-            terminal.err.print(f"written: {path}")
     return 0 if any(row.ms is not None for row in found) else 1
 
 
@@ -158,21 +148,12 @@ def _show(found: Sequence[Row], note: str, given: Sequence[str]) -> None:
 
 
 def rendered(found: Sequence[Row], kind: str, note: str) -> str:
-    """The rows as json, csv or md."""
+    """The rows as json or md."""
     if kind == "json":
         return json.dumps({"error": note, "rows": [row.plain() for row in found]}, indent=1) + "\n"
-    if kind == "md":
-        lines = [
-            COLUMNS,
-            ["---"] * len(COLUMNS),
-            *([cell.replace("|", r"\|") for cell in _cells(row)] for row in found),
-        ]
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(Row.__dataclass_fields__), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(row.plain() for row in found)
-    return out.getvalue()
+    rows = ([cell.replace("|", r"\|") for cell in _cells(row)] for row in found)
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
 
 
 def _validate(asked: Namespace) -> int:

@@ -138,13 +138,3 @@ def _row(spec: Experiment, made: Task, estimate: Estimate) -> Row:
 def _options(estimate: Estimate) -> str:
     label = estimate.candidate.label.removeprefix(estimate.candidate.variant).strip()
     return f"{label} replay=graphs".strip() if estimate.graphs else label
-
-
-def winners(found: Sequence[Row]) -> list[Row]:
-    """The fastest variant of each world size and length."""
-    best: dict[tuple[int, int], Row] = {}
-    for row in found:
-        key = row.world_size, row.seq_len
-        if row.ms is not None and (key not in best or row.ms < (best[key].ms or 0.0)):
-            best[key] = row
-    return [best[key] for key in sorted(best)]

@@ -14,7 +14,6 @@ from runner.costs.links import Link
 from runner.costs.model import estimate, task_of
 from runner.predict import command, topologies, validation
 from runner.predict.command import predicted
-from runner.predict.estimates import winners
 from runner.report import runs
 from tests.jobs import prediction
 
@@ -49,9 +48,9 @@ def test_results_of_one_world_size_validate_nothing(measured):
 
 def test_every_world_has_its_fastest_variant_first_and_reasons_last():
     found, _ = predicted(["config=llama3_8b", "world_size=8,64", "seq_len=131072,1048576"])
-    assert [(row.world_size, row.seq_len) for row in winners(found)] == [
+    assert {(row.world_size, row.seq_len) for row in found if row.ms is not None} == {
         (world, length) for world in (8, 64) for length in (131072, 1048576)
-    ]
+    }
     for world in (8, 64):
         here = [row for row in found if (row.world_size, row.seq_len) == (world, 1048576)]
         times = [row.ms for row in here if row.ms is not None]
@@ -99,16 +98,12 @@ def test_refusals_are_one_line(given, text, capsys):
     assert text in error and len(error.splitlines()) == 1
 
 
-def test_rows_and_the_map_are_written(tmp_path, capsys):
+def test_rows_are_printed_as_json(capsys):
     arguments = ["config=llama3_8b", "world_size=4,8", "seq_len=32768", "attention=ring,ulysses"]
-    assert command.main([*arguments, "--format", "json", "--out", str(tmp_path)]) == 0
+    assert command.main([*arguments, "--format", "json"]) == 0
     printed = json.loads(capsys.readouterr().out)
-    assert printed == json.loads((tmp_path / "predicted.json").read_text())
     assert "median" in printed["error"]
     assert {row["variant"] for row in printed["rows"]} == {"ring", "ulysses"}
-    page = (tmp_path / "winner.html").read_text()
-    assert "ulysses" in page and 'src="http' not in page
-    assert (tmp_path / "winner.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
