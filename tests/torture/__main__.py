@@ -1,7 +1,7 @@
-"""`python -m runner.torture`: faults and bad input at random, tried on the real program on CPU ranks.
+"""`python -m tests.torture`: faults and bad input at random, tried on the real program on CPU ranks.
 
-    python -m runner.torture --runs 60 --seed 1
-    python -m runner.torture --runs 1 --seed 17 --kinds fault    # one of them again
+    python -m tests.torture --runs 60 --seed 1
+    python -m tests.torture --runs 1 --seed 17 --kinds fault    # one of them again
 
 Each trial has a seed of its own: the first one --seed, the next one more. Checked after each: every run has one typed
 result, no other run is harmed, no process, world's folder or shared memory is left, and nothing ended in a traceback.
@@ -33,8 +33,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from runner.output import commands, display
-from runner.torture import left, program
-from runner.torture.kinds import KINDS, Store, Trial, kind_of
+from tests.torture import left, program
+from tests.torture.kinds import KINDS, Store, Trial, kind_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = commands.parser("runner.torture", __doc__)
+    parser = commands.parser("tests.torture", __doc__)
     add = parser.add_argument
     add("--runs", type=int, default=60, help="trials (default 60)")
     add("--seed", type=int, default=None, help="of the first trial (default: random)")

@@ -22,7 +22,7 @@ from runner.launch.processes import cores
 from runner.output import reader
 from runner.output.record import Result
 from runner.report import command as report
-from runner.torture import files, left, overrides, program
+from tests.torture import files, left, overrides, program
 
 TINY = ["config=tiny", "seq_len=128", "world_size=2", "timing.timing_runs=1"]
 SHORT = [*TINY, "phases=false", "baseline=none"]

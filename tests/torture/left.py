@@ -10,8 +10,8 @@ from pathlib import Path
 
 from runner.launch.ownership import PREFIX
 from runner.launch.processes import is_tracker
-from runner.torture import program
-from runner.torture.program import processes
+from tests.torture import program
+from tests.torture.program import processes
 
 GONE_S = 8.0  # within which everything must have ended
 KILL_S = 5.0  # for processes to end once they are killed

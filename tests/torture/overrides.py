@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runner.torture import program
+from tests.torture import program
 
 VALUES = (
     "", "null", "true", "abc", "-1", "0", "1.5", "1e308", "nan", "inf", "-inf", "2147483647", "2147483648", "9223372036854775807",

@@ -1,4 +1,4 @@
-"""A few trials of `python -m runner.torture`, and what it is built on; sixty are a step of their own in CI. `--fuzz-overrides N`
+"""A few trials of `python -m tests.torture`, and what it is built on; sixty are a step of their own in CI. `--fuzz-overrides N`
 sets how many command lines are tried, `--fuzz-seed N` repeats a run."""
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.torture import files, kinds, left, overrides, program
+from tests.torture import files, kinds, left, overrides, program
 
 # command lines that once ended wrongly
 FOUND = [
@@ -26,7 +26,7 @@ FOUND = [
 ]
 ANSWER = """
 import json, pathlib, sys
-from runner.torture import overrides, program
+from tests.torture import overrides, program
 program.warm()
 for line in sys.stdin:
     ended = overrides.answer(json.loads(line), pathlib.Path(sys.argv[1]))
@@ -35,7 +35,7 @@ for line in sys.stdin:
 
 
 def torture(*arguments, timeout):
-    command = [sys.executable, "-m", "runner.torture", *arguments]
+    command = [sys.executable, "-m", "tests.torture", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -57,7 +57,7 @@ def test_no_command_line_ends_in_a_traceback_or_takes_long(request):
 @pytest.mark.slow
 def test_torture_that_is_stopped_leaves_nothing():
     with tempfile.TemporaryDirectory() as name:
-        command = [sys.executable, "-m", "runner.torture", "--kinds", "process", "--seed", "1"]
+        command = [sys.executable, "-m", "tests.torture", "--kinds", "process", "--seed", "1"]
         running = subprocess.Popen(command, env={**os.environ, "TMPDIR": name}, stderr=subprocess.PIPE, text=True)
         deadline = time.monotonic() + 60
         while not list(Path(name).glob("torture-*/t-*/tmp/*/rank*.state")) and time.monotonic() < deadline:
