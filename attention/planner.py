@@ -34,7 +34,7 @@ from attention.executors import nested_prefixes
 from attention.executors.plan import KeyLengths, Plan, PlannedStep, part_plan, plan_steps, resized
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
-from attention.geometry.schedules import Part, Problem, masks
+from attention.geometry.schedules import Problem, Subproblem, masks
 from attention.kernels import Call, Kernel, Shape
 from attention.kernels.by_element import ByElement
 from attention.kernels.patterns import ForPatterns
@@ -227,7 +227,7 @@ def _bound(spec: CallSpec, settings: Settings, problem: Problem, place: int) -> 
     return kernel, steps
 
 
-def _part_spec(spec: CallSpec, c: Part) -> CallSpec:
+def _part_spec(spec: CallSpec, c: Subproblem) -> CallSpec:
     shape = replace(spec.shape, heads=c.heads, kv_heads=c.kv_heads, packed=False, tokens=c.tokens)
     return spec._replace(shape=shape, packed=False)
 

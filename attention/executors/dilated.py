@@ -24,7 +24,7 @@ from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from attention.tensors import empty_lse, result_like, tokens
 
 if TYPE_CHECKING:
-    from attention.variants.dilated import Component, Heads, Mixture
+    from attention.variants.dilated import Component, HeadNumbers, Mixture
 
 Saved = tuple[Tensor, ...]
 
@@ -99,7 +99,7 @@ def _groups(plan: Plan) -> int:
     return len(cast("Mixture", plan.problem.schedule).pairs) if plan.options.mixing == "head_groups" else 1
 
 
-def _take(x: Tensor, c: Component, heads: Heads) -> Tensor:
+def _take(x: Tensor, c: Component, heads: HeadNumbers) -> Tensor:
     """A component's tokens and heads `[B, n, h, D]` of x `[B, s, H, D]`: a view, or a copy where its heads are no slice."""
     rows = x[:, c.offset :: c.rate]
     return (
@@ -177,7 +177,7 @@ class _Total:
         if self.cleared:
             self.whole.zero_()
 
-    def heads(self, c: Component) -> Heads:
+    def heads(self, c: Component) -> HeadNumbers:
         return c.kv if self.of_keys else c.q
 
     def target(self, c: Component) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard, sizes_of
-from attention.geometry.schedules import Part, Problem, Step, length, most_keys, steps
+from attention.geometry.schedules import Problem, Step, Subproblem, length, most_keys, steps
 from attention.geometry.transfers import (
     Intervals,
     Move,
@@ -180,7 +180,7 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     return tuple(planned)
 
 
-def part_plan(plan: Plan, part: Part, kernel: Kernel, steps: tuple[PlannedStep, ...]) -> Plan:
+def part_plan(plan: Plan, part: Subproblem, kernel: Kernel, steps: tuple[PlannedStep, ...]) -> Plan:
     """The plan of one of the problems that a call consists of."""
     return replace(
         plan,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.schedules import Part, Problem, length, rank_pairs, steps, union
+from attention.geometry.schedules import Problem, Subproblem, length, rank_pairs, steps, union
 from attention.masks.band import Band
 
 ALL_PLACES = 8  # a world with more places in the schedule is sampled
@@ -73,11 +73,11 @@ def problem_pairs(problem: Problem) -> int:
     return problem.form.pairs(problem.cu_seqlens[-1])
 
 
-def parts(problem: Problem, shapes: Shapes) -> list[tuple[Part, Shapes]]:
+def parts(problem: Problem, shapes: Shapes) -> list[tuple[Subproblem, Shapes]]:
     """The problems that a call consists of, each with its own shapes: usually this one."""
     found = problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
     if not found:
-        return [(Part(shapes.heads, shapes.kv_heads, problem, 1, 1), shapes)]
+        return [(Subproblem(shapes.heads, shapes.kv_heads, problem, 1, 1), shapes)]
     return [(c, replace(shapes, batch=shapes.batch * c.fold, heads=c.heads, kv_heads=c.kv_heads)) for c in found]
 
 

@@ -88,7 +88,7 @@ class Schedule(ABC):
         """A remark for the result on how the problem was divided, or None."""
         return None
 
-    def parts(self, problem: Problem, heads: int, kv_heads: int) -> tuple[Part, ...]:
+    def parts(self, problem: Problem, heads: int, kv_heads: int) -> tuple[Subproblem, ...]:
         """The problems that a call consists of instead of this one; none where it is this one."""
         return ()
 
@@ -216,7 +216,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Part:
+class Subproblem:
     """A problem that a call consists of: of so many query and KV heads, over `fold` stretches of each sequence as a batch.
     `copies`: the ranks that each have such a problem."""
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens, Layout
 from attention.geometry.options import Options, one_of, option
-from attention.geometry.schedules import GATHER, LOCAL, Buffers, Part, Problem, Schedule, Step
+from attention.geometry.schedules import GATHER, LOCAL, Buffers, Problem, Schedule, Step, Subproblem
 from attention.masks.band import Band
 from attention.masks.documents import Documents
 from attention.masks.mask import Banded, Mask
@@ -152,7 +152,7 @@ class CopiedOptions(DilatedOptions):
     copies = True
 
 
-class Heads(NamedTuple):
+class HeadNumbers(NamedTuple):
     """A component's query or KV heads. `slice`: of their numbers, None where no slice gives them. `earlier`: the pairs before this
     one that have some of them."""
 
@@ -167,14 +167,14 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Component(Part):
+class Component(Subproblem):
     """Its tokens are `offset`, `offset + rate`, ... of the sequence and, since shards begin at multiples of the rate, of a shard."""
 
     pair: int
     rate: int
     offset: int
-    q: Heads
-    kv: Heads
+    q: HeadNumbers
+    kv: HeadNumbers
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class Mixture(Schedule):
                 first, after = (i * each + min(i, more) for i in (pair, pair + 1))
                 yield pair, pair % rate, range(first, after)
 
-    def parts(self, problem: Problem, heads: int, kv_heads: int) -> tuple[Part, ...]:
+    def parts(self, problem: Problem, heads: int, kv_heads: int) -> tuple[Subproblem, ...]:
         return _components(problem, heads, kv_heads)
 
     def note(self, problem: Problem) -> str | None:
@@ -244,15 +244,15 @@ def _components(problem: Problem, heads: int, kv_heads: int) -> tuple[Component,
     return tuple(found)
 
 
-def _heads(numbers: tuple[int, ...], before: list[tuple[int, Heads]]) -> Heads:
+def _heads(numbers: tuple[int, ...], before: list[tuple[int, HeadNumbers]]) -> HeadNumbers:
     step = max(1, numbers[1] - numbers[0]) if len(numbers) > 1 else 1
     strided = numbers == tuple(range(numbers[0], numbers[-1] + 1, step))
     earlier = {pair for pair, heads in before if not set(numbers).isdisjoint(heads.numbers)}
-    return Heads(numbers, slice(numbers[0], numbers[-1] + 1, step) if strided else None, len(earlier))
+    return HeadNumbers(numbers, slice(numbers[0], numbers[-1] + 1, step) if strided else None, len(earlier))
 
 
 def _within(whole: Problem, lengths: tuple[int, ...], tokens: int) -> tuple[Problem, int, int]:
-    """The problem over a component's tokens, of which the segments have these lengths, with `fold` and `copies` of `Part`: local
+    """The problem over a component's tokens, of which the segments have these lengths, with `fold` and `copies` of `Subproblem`: local
     where no key travels, and of equal segments over one of them."""
     alone = whole.world == 1 or whole.layout.replicated
     ranks = 1 if alone else whole.world

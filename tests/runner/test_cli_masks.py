@@ -95,7 +95,6 @@ def test_masks_that_are_bands_are_those_of_causal_and_window():
         (["mask=prefix_lm", "mask.prefix=200"], ["mask.prefix=200", "128"]),
         (["mask=documents", "mask.lengths=[100]"], ["mask.lengths=", "128"]),
         (["mask=documents", "mask.inner=chunked"], ["mask=chunked", "chunk"]),
-        (["mask=chunked", "attention=zigzag"], ["mask=chunked: zigzag", "ring"]),
         (["mask=chunked", "attention=auto"], ["mask=chunked: attention=auto", "ring"]),
         (["mask=full", "attention=zigzag"], ["mask=full: zigzag", "ring"]),
         (["mask=chunked", "attention=tree"], ["mask=chunked", "tree"]),
