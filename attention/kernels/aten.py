@@ -48,7 +48,7 @@ def name_of(dtype: torch.dtype) -> str:
     )
 
 
-class _CpuRectangles:
+class _CpuRectangles(decompose.Decomposed):
     """PyTorch's CPU flash attention. Its causal mask is aligned top-left, so it is used on squares only; a band is
     given as an explicit mask. Its backward has no GQA, so KV heads are repeated and their gradients summed. With fewer
     than 16 keys a NaN in q or k may be lost, because PyTorch's maximum over a short row skips it."""
@@ -96,14 +96,14 @@ class SdpaFlash(Kernel):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if q.is_cuda:
             return FLASH_ATTENTION_2.attend(q, k, v, call, into)
-        return decompose.forward(CPU_RECTANGLES, q, k, v, call, into)
+        return CPU_RECTANGLES.attend(q, k, v, call, into)
 
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         if q.is_cuda:
             return FLASH_ATTENTION_2.gradients(dout, q, k, v, out, lse, call, into)
-        return decompose.backward(CPU_RECTANGLES, dout, q, k, v, out, lse, call, into)
+        return CPU_RECTANGLES.gradients(dout, q, k, v, out, lse, call, into)
 
 
 class SdpaCudnn(decompose.Decomposed):
@@ -208,7 +208,7 @@ class SdpaEfficient(decompose.Decomposed):
         return dq, sum_groups(dk, groups), sum_groups(dv, groups)
 
 
-class FlashAttention2(Kernel):
+class FlashAttention2(decompose.Decomposed):
     """FlashAttention-2 inside PyTorch, on CUDA. Subclasses run it by other functions, which have its interface and limits."""
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
@@ -216,14 +216,14 @@ class FlashAttention2(Kernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         if bound_lost(q, k, call):
-            return decompose.forward(self, q, k, v, call, into)
+            return super().attend(q, k, v, call, into)
         return self.rectangle(q, k, v, call)
 
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
         if bound_lost(q, k, call):
-            return decompose.backward(self, dout, q, k, v, out, lse, call, into)
+            return super().gradients(dout, q, k, v, out, lse, call, into)
         return self.rectangle_backward(dout, q, k, v, out, lse, call)
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:

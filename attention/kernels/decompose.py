@@ -7,7 +7,6 @@ the final out and lse, so they add up to the exact gradients of the whole."""
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,19 +22,9 @@ WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512,
 Part = tuple[Interval, Interval, Band]
 
 
-class Primitive(Protocol):
-    """One dense rectangle. The call's mask is full, causal with Sq == Sk, or (unless the kernel refuses windows) a band over
-    a small rectangle. Shapes as in a dense `Call`."""
-
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair: ...
-
-    def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> Triple: ...
-
-
 class Decomposed(Kernel):
-    """A kernel whose every call is made of its own rectangles."""
+    """A kernel whose every call is made of its own rectangles. A rectangle's mask is full, causal with Sq == Sk, or (unless the
+    kernel refuses windows) a band over a small rectangle. Shapes as in a dense `Call`."""
 
     def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
         raise NotImplementedError
@@ -46,12 +35,40 @@ class Decomposed(Kernel):
         raise NotImplementedError
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        return forward(self, q, k, v, call, into)
+        if q.dim() == 3:
+            return batch_of_one(self.attend, (q, k, v), call, into)
+        if _whole(call, q, k):
+            return settle(self.rectangle(q, k, v, call), into)
+        pieces = _pieces(call, q, k)
+        total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces], into)
+        for rows, keys, mask in pieces:
+            total.add(*self.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.under(mask)))
+        return total.result()
 
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        return backward(self, dout, q, k, v, out, lse, call, into)
+        if q.dim() == 3:
+            return batch_of_one(self.gradients, (dout, q, k, v, out, lse), call, into)
+        if _whole(call, q, k):
+            return settle(self.rectangle_backward(dout, q, k, v, out, lse, call), into)
+        pieces = _pieces(call, q, k)
+        queries = Sum([q], [(rows,) for rows, _, _ in pieces], into and into[:1])
+        keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces], into and into[1:])
+        for rows, keys, mask in pieces:
+            of_queries, of_keys = (partial(take, intervals=(interval,)) for interval in (rows, keys))
+            dq, dk, dv = self.rectangle_backward(
+                of_queries(dout),
+                of_queries(q),
+                of_keys(k),
+                of_keys(v),
+                of_queries(out),
+                of_queries(lse, dim=-1),
+                call.under(mask),
+            )
+            queries.add(dq)
+            keys_and_values.add(dk, dv)
+        return *queries.result(), *keys_and_values.result()  # type: ignore[return-value]
 
 
 def parts(mask: Band, sq: int, sk: int) -> list[Part]:
@@ -98,54 +115,6 @@ def _whole(call: Call, q: Tensor, k: Tensor) -> bool:
     """Whether all queries and keys are one part."""
     sq, sk = q.shape[1], k.shape[1]
     return not call.packed and sq > 0 < sk and (call.mask.full or (call.mask.causal and sq == sk))
-
-
-def forward(primitive: Primitive, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-    """(out, lse) of any call, in `into` where given; shapes as in `Call`."""
-    if q.dim() == 3:
-        return batch_of_one(partial(forward, primitive), (q, k, v), call, into)
-    if _whole(call, q, k):
-        return settle(primitive.rectangle(q, k, v, call), into)
-    pieces = _pieces(call, q, k)
-    total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces], into)
-    for rows, keys, mask in pieces:
-        total.add(*primitive.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.under(mask)))
-    return total.result()
-
-
-def backward(
-    primitive: Primitive,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    call: Call,
-    into: Into = None,
-) -> Triple:
-    """(dq, dk, dv) of any call, in `into` where given; out and lse are the final ones."""
-    if q.dim() == 3:
-        return batch_of_one(partial(backward, primitive), (dout, q, k, v, out, lse), call, into)
-    if _whole(call, q, k):
-        return settle(primitive.rectangle_backward(dout, q, k, v, out, lse, call), into)
-    pieces = _pieces(call, q, k)
-    queries = Sum([q], [(rows,) for rows, _, _ in pieces], into and into[:1])
-    keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces], into and into[1:])
-    for rows, keys, mask in pieces:
-        of_queries, of_keys = (partial(take, intervals=(interval,)) for interval in (rows, keys))
-        dq, dk, dv = primitive.rectangle_backward(
-            of_queries(dout),
-            of_queries(q),
-            of_keys(k),
-            of_keys(v),
-            of_queries(out),
-            of_queries(lse, dim=-1),
-            call.under(mask),
-        )
-        queries.add(dq)
-        keys_and_values.add(dk, dv)
-    return *queries.result(), *keys_and_values.result()  # type: ignore[return-value]
 
 
 def _pieces(call: Call, q: Tensor, k: Tensor) -> list[Part]:

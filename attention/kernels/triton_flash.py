@@ -6,7 +6,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels import decompose
 from attention.kernels.aten import FLASH_ATTENTION_2, HALF
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.math import Math
@@ -33,7 +32,7 @@ class TritonFlash(Kernel):
         if call.mask.windowed:
             raise UnsupportedCall(f"kernel=triton: {call.mask.describe()}: no sliding window; take another kernel")
         if call.packed:
-            return decompose.forward(_Rectangles(), q, k, v, call, into)
+            return _Rectangles().attend(q, k, v, call, into)
         return flash_forward(q, k, v, call.scale, call.mask.causal, into=into)
 
     def gradients(
@@ -41,7 +40,7 @@ class TritonFlash(Kernel):
     ) -> Triple:
         if q.is_cuda and q.dtype in HALF:
             return FLASH_ATTENTION_2.gradients(dout, q, k, v, out, lse, call, into)
-        return decompose.backward(_Rectangles(), dout, q, k, v, out, lse, call, into)
+        return _Rectangles().gradients(dout, q, k, v, out, lse, call, into)
 
 
 class _Rectangles(Math):
