@@ -19,8 +19,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as finished
+from concurrent.futures import Future, TimeoutError
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -138,10 +137,10 @@ class Calls:
     def wait(self, transfer: Future[object]) -> None:
         """Returns when a transfer is over. Raises Disagreement if other ranks do not take part in it."""
         if self.store is None:
-            finished([transfer])
+            transfer.exception()
             return
         waited = 0.0  # a count, not a clock: a process that is stopped for a while gets its time back
-        while finished([transfer], PATIENCE_S).not_done:
+        while not _over(transfer, PATIENCE_S):
             if not waited:
                 self._write(f"at/{self.rank}", self.where)
             waited += PATIENCE_S
@@ -306,6 +305,15 @@ class Calls:
     def _delete(self, *keys: str) -> None:
         for key in keys:
             self.store.delete_key(key)
+
+
+def _over(transfer: Future[object], patience_s: float) -> bool:
+    """Whether it ends within this time, by a result or an error."""
+    try:
+        transfer.exception(patience_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 @contextmanager

@@ -43,7 +43,7 @@ from attention.replay import check_old_option, check_replay
 from attention.runtime import private
 from attention.runtime.uploads import hold_for_caller
 from attention.shard_check import check_shards
-from attention.tensors import token_dim, token_indices
+from attention.tensors import TOKENS, token_indices
 from attention.transports import Transport
 from attention.variants.base import Variant
 from attention.variants.registry import AUTO, SUMMARY, everything, variant
@@ -388,7 +388,7 @@ class ContextParallel:
             prepared.padding
         ):  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
             at = token_indices(prepared.padding, q.device)
-            q, k, v = (x.index_fill(token_dim(x), at, 0) for x in (q, k, v))
+            q, k, v = (x.index_fill(TOKENS, at, 0) for x in (q, k, v))
         if self.check and self.world > 1 and not self.layout.replicated:
             check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
         if prepared.scale is not None:
@@ -396,7 +396,7 @@ class ContextParallel:
         q, k, v = fit((q, k, v), plan.kernel.align)
         out, lse = attend(q, k, v, sinks, plan, self.graphs if plan.graphs else None)
         if at is not None:  # a band does not exclude the padding's queries
-            out = out.index_fill(token_dim(q), at, 0)
+            out = out.index_fill(TOKENS, at, 0)
             lse = None if lse is None else lse.index_fill(-1, at, -torch.inf)
         return out, lse
 

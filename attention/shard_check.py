@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.tensors import token_dim
+from attention.tensors import TOKENS
 
 
 def check_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None) -> None:
@@ -32,7 +32,7 @@ def check_shards(tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None)
 
 def _digest(x: Tensor) -> str | None:
     """Equal for equal tensors; None where all tokens are equal, or where there are none."""
-    if not x.numel() or bool((x == x.narrow(token_dim(x), 0, 1)).all()):
+    if not x.numel() or bool((x == x.narrow(TOKENS, 0, 1)).all()):
         return None
     values = x.cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.blake2b(values, digest_size=8).hexdigest() + str(list(x.shape))

@@ -13,14 +13,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.dtypes import accumulation_dtype
+from attention.geometry.transfers import side_by_side
 from attention.masks.band import Interval
 from attention.runtime.uploads import held, uploaded
 
+TOKENS = -3  # the token dimension
 FEW = 8  # intervals up to which a copy of each is cheaper than one copy by token indices
-
-
-def token_dim(x: Tensor) -> int:
-    return x.dim() - 3
 
 
 def tokens(x: Tensor) -> int:
@@ -95,14 +93,14 @@ def _copy_by_index(into: Tensor, x: Tensor, to: tuple[Interval, ...], of: tuple[
     sum_rows([into], there, [[x]], here[None])
 
 
-def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> Tensor:
+def take(x: Tensor, intervals: tuple[Interval, ...], dim: int = TOKENS) -> Tensor:
     """The tokens of `intervals`: x itself if they are all of it, a view if there is one interval, else a copy."""
-    dim = token_dim(x) if dim is None else dim
     if len(intervals) == 1:
-        start, stop = intervals[0]
-        return x if stop - start == x.size(dim) else x.narrow(dim, start, stop - start)
+        ((start, stop),) = intervals
+        n = stop - start
+        return x if n == x.shape[dim] else x.narrow(dim, start, n)
     if len(intervals) > FEW:
-        if dim == token_dim(x) and _by_kernel(x):
+        if dim == TOKENS and _by_kernel(x):
             n = token_indices(intervals, x.device, torch.int32).numel()
             found = empty_tokens(x, n)
             _copy_by_index(found, x, ((0, n),), intervals)
@@ -111,11 +109,10 @@ def take(x: Tensor, intervals: tuple[Interval, ...], dim: int | None = None) -> 
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals], dim)
 
 
-def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | None = None) -> None:
+def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int = TOKENS) -> None:
     """Write `values` to the tokens of `intervals`, in order."""
-    dim = token_dim(x) if dim is None else dim
     if len(intervals) > FEW:
-        if dim == token_dim(x) and _by_kernel(x, values):
+        if dim == TOKENS and _by_kernel(x, values):
             _copy_by_index(x, values, intervals, ((0, tokens(values)),))
             return
         x.index_copy_(dim, token_indices(intervals, x.device), values.to(x.dtype))
@@ -126,20 +123,17 @@ def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int | 
 
 def add_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor) -> None:
     """Add `values` to the tokens of `intervals`, in order."""
-    dim = token_dim(x)
     if len(intervals) > FEW:
-        x.index_add_(dim, token_indices(intervals, x.device), values.to(x.dtype))
+        x.index_add_(TOKENS, token_indices(intervals, x.device), values.to(x.dtype))
         return
-    for target, source in _pieces(x, intervals, values, dim):
+    for target, source in _pieces(x, intervals, values, TOKENS):
         target.add_(source)
 
 
 def _pieces(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Each interval of x, and the values for it."""
-    at = 0
-    for start, stop in intervals:
-        yield x.narrow(dim, start, stop - start), values.narrow(dim, at, stop - start)
-        at += stop - start
+    for place, here in zip(intervals, side_by_side(intervals), strict=True):
+        yield take(x, (place,), dim), take(values, (here,), dim)
 
 
 _read = WeakTensorKeyDictionary()  # by tensor: its state when it was read, and its numbers

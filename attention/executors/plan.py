@@ -104,6 +104,11 @@ class Plan:
         return local_kv_apart(self.problem, self.rank)
 
     @cached_property
+    def derived(self) -> dict[Hashable, Any]:
+        """What an executor derives from the plan once, for all calls."""
+        return {}
+
+    @cached_property
     def only_call(self) -> Call | None:
         """The call of a plan that is one call of all its queries and all its local KV, of which no rank pulls."""
         if len(self.steps) != 1 or len(self.steps[0].calls) != 1 or self.steps[0].most:

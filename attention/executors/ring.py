@@ -10,7 +10,7 @@ that the other steps' gradients travel while it computes."""
 
 from __future__ import annotations
 
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from attention.executors.keys import Arriving, KeyPair, LocalKeys
 from attention.executors.plan import LocalCall, Plan
 from attention.executors.policy import ring_parts
 from attention.geometry.layouts import largest
+from attention.geometry.merge_plan import MergePlan, merge_plan
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals
 from attention.kernels.interface import Grads, Triple
@@ -32,6 +33,7 @@ from attention.runtime.priority_stream import PriorityStream
 from attention.tensors import empty_tokens, result_like, take, tokens
 
 Saved = tuple[Tensor, ...]
+NOTHING: AbstractContextManager[object] = nullcontext()
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
@@ -43,8 +45,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
             with phase("comp_merge", 1):
                 out, lse = with_sinks(out, lse, sinks)
         return out, lse, saved_with(sinks, q, k, v, out, lse)
-    total = Accumulator(result_like(q, v), [each.q for step in plan.steps for each in step.calls])
-    with closing(_publish(k, v, plan, head_groups(q.shape[-2], k.shape[-2], None))) as local:
+    ring = _ring(plan, q, k)
+    total = Accumulator(result_like(q, v), ring.queries[False])
+    with closing(LocalKeys(k, v, plan, ring.whole, ring.most is not None, ring.most)) as local:
         arriving = _step_keys(local, (0, 0))
         for i, step in enumerate(plan.steps):
             keys, values = arriving.wait()
@@ -71,31 +74,76 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None)
 
 def _backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None) -> Triple:
     q, k, v, out, lse = saved
-    if plan.only_call is not None:
-        with phase("comp_block", 0):
-            return plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, into)
-    groups = _backward_groups(q, k, plan)
+    ring = _ring(plan, q, k)
+    groups, last = ring.groups, len(plan.steps)
     before = plan.priority_stream(len(groups))
     if into is None and (len(groups) > 1 or before.apart):
         into = (empty_tokens(q, tokens(q)), empty_tokens(k, tokens(k)), empty_tokens(v, tokens(v)))
-    rounds = [(g, i) for g in range(len(groups)) for i in _step_order(plan, _local_last(g, len(groups)))]
-    with before as priority, closing(_publish(k, v, plan, groups)) as local:
-        ring = _RingBackward((dout, q, out, lse), plan, groups, local, priority, into)
-        arriving = _step_keys(local, rounds[0])
-        for number, (g, i) in enumerate(rounds, 1):
+    sums: list[_GroupSums] = []  # of the head groups begun so far
+    returning: _StepReturn | None = None  # of the previous round
+    with before as priority, closing(LocalKeys(k, v, plan, groups, ring.most is not None, ring.most)) as local:
+        arriving = _step_keys(local, ring.rounds[0])
+        for number, (g, i) in enumerate(ring.rounds, 1):
             keys, values = arriving.wait()
-            if number < len(rounds):
-                arriving = _step_keys(local, rounds[number])
-            ring.compute(g, i, keys, values)
-        found = ring.finish()
-    return into if into is not None and len(groups) > 1 else found
+            if number < len(ring.rounds):
+                arriving = _step_keys(local, ring.rounds[number])
+            first = g == len(sums)
+            if first:
+                inputs = [groups[g].queries(x) for x in (dout, q, out, lse)]
+                sums.append(_GroupSums(inputs, local.by_group[g], ring, priority, g, into and groups[g].of(into)))
+            home = _StepReturn(sums[g], ring, i) if plan.steps[i].most else None
+            for each in plan.steps[i].calls:
+                sums[g].compute(each, i, keys, values, home)
+            if returning is not None:
+                returning.add_arrived()
+            if first and g:
+                sums[g - 1].results(last)
+            if home is not None:
+                home.start()
+            returning = home
+        if returning is not None:
+            returning.add_arrived()
+        grads = sums[-1].results(last)
+    return into if into is not None and len(groups) > 1 else grads
 
 
-def _publish(k: Tensor, v: Tensor, plan: Plan, groups: list[HeadGroup]) -> LocalKeys:
-    problem = plan.problem
-    any_pulled = any(step.most for step in plan.steps)
-    most = largest(problem.layout, problem.cu_seqlens, problem.world) if any_pulled else None
-    return LocalKeys(k, v, plan, groups, any_pulled, most)
+class _Ring:
+    """What all calls of a plan have in common. A round is one step for one head group. While it computes, the keys of the
+    next round arrive, and the gradients of the previous round travel to their owners.
+
+    most: the most tokens that a rank publishes; None: no rank pulls keys. queries, keys: how the parts of this rank's
+    queries and keys are combined, by whether the step on the local KV comes last. remote: likewise for the keys of each step
+    that gradients return from; None where one call has all of them, so that its kernel writes what is published."""
+
+    def __init__(self, plan: Plan, q: Tensor, k: Tensor):
+        self.plan, problem, steps = plan, plan.problem, plan.steps
+        pulled = any(step.most for step in steps)
+        self.most = largest(problem.layout, problem.cu_seqlens, problem.world) if pulled else None
+        self.whole = head_groups(q.shape[-2], k.shape[-2], None)
+        self.groups = groups = _backward_groups(q, k, plan)
+        self.rounds = [(g, i) for g in range(len(groups)) for i in self._order(_local_last(g, len(groups)))]
+        self.queries, self.keys = dict[bool, MergePlan](), dict[bool, MergePlan]()
+        for last in (False, True):
+            queries = [each.q for i in self._order(last) for each in steps[i].calls]
+            self.queries[last] = merge_plan(tokens(q), tuple(queries))
+            self.keys[last] = merge_plan(tokens(k), tuple(_key_parts(plan, last)))
+        self.remote = [
+            None if [each.k for each in step.calls] == [((0, step.n_keys),)]
+            else merge_plan(step.n_keys, tuple(each.k for each in step.calls))
+            for step in steps
+        ]  # fmt: skip
+
+    def _order(self, local_last: bool) -> list[int]:
+        """The indices of the steps in the order of their computation."""
+        steps = self.plan.steps
+        return sorted(range(len(steps)), key=lambda i: local_last and steps[i].owner == self.plan.rank)
+
+
+def _ring(plan: Plan, q: Tensor, k: Tensor) -> _Ring:
+    ring = plan.derived.get("ring")
+    if ring is None:
+        ring = plan.derived["ring"] = _Ring(plan, q, k)
+    return ring  # type: ignore[no-any-return]
 
 
 def _step_keys(local: LocalKeys, number: tuple[int, int]) -> Arriving[KeyPair]:
@@ -113,11 +161,6 @@ def _covers(each: LocalCall, q: Tensor, k: Tensor) -> bool:
     return each.q == ((0, tokens(q)),) and each.k == ((0, tokens(k)),)
 
 
-def _step_order(plan: Plan, local_last: bool) -> list[int]:
-    """The indices of the steps in the order of their computation."""
-    return sorted(range(len(plan.steps)), key=lambda i: local_last and plan.steps[i].owner == plan.rank)
-
-
 def _local_last(group: int, groups: int) -> bool:
     """Whether the step on the local KV comes last: in the last of several head groups, while gradients travel. In the
     other groups it comes first, while keys travel."""
@@ -133,66 +176,26 @@ def _backward_groups(q: Tensor, k: Tensor, plan: Plan) -> list[HeadGroup]:
     return head_groups(q.shape[-2], kv_heads, kv_heads // parts)
 
 
-class _RingBackward:
-    """The rounds of a backward; a round is one step for one head group. While a round computes, the keys of the next
-    round arrive, and the gradients of the previous round travel to their owners."""
+class _GroupSums:
+    """The sums of one head group's dq, dk and dv; the parts are added in the order of `_Ring`. With `local_last` those of the
+    step on the local KV come last. The sums are written to `into` if it is given. inputs: dout, q, out and lse."""
 
     def __init__(
-        self,
-        inputs: tuple[Tensor, Tensor, Tensor, Tensor],  # dout, q, out and lse
-        plan: Plan,
-        groups: list[HeadGroup],
-        local: LocalKeys,
-        priority: PriorityStream,
-        into: Triple | None,
+        self, inputs: list[Tensor], local: KeyPair, ring: _Ring, priority: PriorityStream, g: int, into: Triple | None
     ):
-        self.inputs, self.plan, self.groups, self.local, self.priority, self.into = (
-            inputs,
-            plan,
-            groups,
-            local,
-            priority,
-            into,
-        )
-        self.sums: list[_GroupSums] = []  # of the head groups begun so far
-        self.returning: _StepReturn | None = None  # of the previous round
+        self.inputs, self.q, (self.k, self.v) = inputs, inputs[1], local
+        self.plan, self.priority, self.into = ring.plan, priority, into
+        self.local_last = last = priority.apart or _local_last(g, len(ring.groups))
+        self.late_dq, self.late_dkv = list[Tensor](), list[KeyPair]()  # to be added at the end
+        self.dq = Sum([self.q], ring.queries[last], into and into[:1])
+        self.dkv = Sum(local, ring.keys[last], into and into[1:])
 
-    def compute(self, group: int, i: int, keys: Tensor, values: Tensor) -> None:
-        """Computes step i for one head group, and starts the return of its dk and dv."""
-        first = group == len(self.sums)
-        if first:
-            self.sums.append(self._sums_of(group))
-        sums, step = self.sums[group], self.plan.steps[i]
-        home = _StepReturn(sums, self.plan, i) if step.most else None
-        for each in step.calls:
-            self._call(each, group, i, keys, values, home)
-        self._add_arrived()
-        if first and group:
-            self.sums[group - 1].results(len(self.plan.steps))
-        if home is not None:
-            home.start()
-        self.returning = home
-
-    def finish(self) -> Triple:
-        """The gradients of the last head group."""
-        self._add_arrived()
-        return self.sums[-1].results(len(self.plan.steps))
-
-    def _sums_of(self, group: int) -> _GroupSums:
-        last = self.priority.apart or _local_last(group, len(self.groups))
-        heads, into = self.groups[group], self.into
-        q, given = heads.queries(self.inputs[1]), heads.of(into) if into else None
-        return _GroupSums(q, self.local.by_group[group], self.plan, self.priority, last, given)
-
-    def _call(
-        self, each: LocalCall, group: int, i: int, keys: Tensor, values: Tensor, home: _StepReturn | None
-    ) -> None:
-        """One kernel call, whose dq, dk and dv are added to the sums."""
-        sums, heads = self.sums[group], self.groups[group].queries
+    def compute(self, each: LocalCall, i: int, keys: Tensor, values: Tensor, home: _StepReturn | None) -> None:
+        """One kernel call of step i, whose dq, dk and dv are added to the sums."""
+        dout, q, out, lse = self.inputs
         local = self.plan.steps[i].owner == self.plan.rank
-        dout, q, out, lse = (heads(x) for x in self.inputs)
-        into = sums.buffers_of_local(each) if local else home.buffers_of(each) if home is not None else None
-        with self.priority.background() if local else nullcontext(), phase("comp_block", i):
+        into = self.buffers_of_local(each) if local else home.buffers_of(each) if home is not None else None
+        with self.priority.background() if local else NOTHING, phase("comp_block", i):
             dq, dk, dv = self.plan.kernel.backward(
                 take(dout, each.q),
                 take(q, each.q),
@@ -205,33 +208,11 @@ class _RingBackward:
             )
         with phase("comp_merge", i):
             if local:
-                sums.add_local(dq, dk, dv)
+                self.add_local(dq, dk, dv)
             else:
-                sums.dq.add(dq)
-                if home is not None:
-                    home.add(dk, dv)
-
-    def _add_arrived(self) -> None:
-        """Add the gradients that arrived in the previous round."""
-        if self.returning is not None:
-            self.returning.add_arrived()
-            self.returning = None
-
-
-class _GroupSums:
-    """The sums of one head group's dq, dk and dv. The order of their parts is declared here, and they must be added in
-    this order. With `local_last`, the parts of the step on the local KV come last. The sums are written to `into` if it
-    is given."""
-
-    def __init__(
-        self, q: Tensor, local: KeyPair, plan: Plan, priority: PriorityStream, local_last: bool, into: Triple | None
-    ):
-        self.q, (self.k, self.v) = q, local
-        self.priority, self.local_last, self.into = priority, local_last, into
-        self.late_dq, self.late_dkv = list[Tensor](), list[KeyPair]()  # to be added at the end
-        queries = [each.q for i in _step_order(plan, local_last) for each in plan.steps[i].calls]
-        self.dq = Sum([q], queries, into and into[:1])
-        self.dkv = Sum(local, _key_parts(plan, local_last), into and into[1:])
+                self.dq.add(dq)
+                if home is not None and home.total is not None:
+                    home.total.add(dk, dv)
 
     def buffers_of_local(self, each: LocalCall) -> Triple | None:
         """The tensors that a call on the local KV writes its gradients to; None: new ones.
@@ -291,26 +272,20 @@ class _StepReturn:
     """Sends one step's dk and dv to the keys' owner. They are summed in memory that the transport publishes. If one
     call covers all keys of the step, its kernel writes there directly."""
 
-    def __init__(self, sums: _GroupSums, plan: Plan, i: int):
-        self.sums, self.i, step = sums, i, plan.steps[i]
-        local = step.owner == plan.rank
+    def __init__(self, sums: _GroupSums, ring: _Ring, i: int):
+        step, self.sums, self.i = ring.plan.steps[i], sums, i
+        local = step.owner == ring.plan.rank
         n = 0 if local else step.n_keys
-        self.home = GradReturn(plan, step.route, (sums.k, sums.v), n, step.most, i, early=sums.priority.apart)
-        self.direct = not local and len(step.calls) == 1 and step.calls[0].k == ((0, n),)
-        self.total: Sum | None = None
-        if not local and not self.direct:
-            self.total = Sum(self.home.computed, [each.k for each in step.calls], into=self.home.computed)
+        self.home = GradReturn(ring.plan, step.route, (sums.k, sums.v), n, step.most, i, early=sums.priority.apart)
+        total = None if local else ring.remote[i]
+        self.total = None if total is None else Sum(self.home.computed, total, into=self.home.computed)
 
     def buffers_of(self, each: LocalCall) -> Triple | None:
         """The tensors that a call on remote keys writes to; None: new ones."""
-        if not self.direct:
+        if self.total is not None:
             return None
         dk, dv = self.home.computed
         return empty_tokens(self.sums.q, length(each.q)), dk, dv
-
-    def add(self, dk: Tensor, dv: Tensor) -> None:
-        if self.total is not None:
-            self.total.add(dk, dv)
 
     def start(self) -> None:
         if self.total is not None:

@@ -67,10 +67,12 @@ class Bundle:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """of: the sweeps of each part.
+    """n: the tokens of the result. of: the sweeps of each part. whole: whether the first part has all tokens.
     until: for each part, the number of the last part whose sweeps read it.
     running: the span of all tokens with three parts or more. bare: the tokens without a part."""
 
+    n: int
+    whole: bool
     of: tuple[tuple[Sweep, ...], ...]
     until: tuple[int, ...]
     running: Interval
@@ -112,7 +114,7 @@ def merge_plan(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
                     one = Sweep(before.start, stop, before.at, before.first, before.last, before.kept)
                 mine.append(one)
         found.append(tuple(mine))
-    return MergePlan(tuple(found), tuple(until), running, bare)
+    return MergePlan(n, parts[:1] == (((0, n),),), tuple(found), tuple(until), running, bare)
 
 
 def running_span(n: int, parts: Sequence[Intervals]) -> Interval:

@@ -15,9 +15,9 @@ from attention.dtypes import accumulation_dtype
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals
 from attention.memo import MOST_PARTS, memo
-from attention.reduction.stepwise import Stepwise
+from attention.reduction.stepwise import Cover, Stepwise
 from attention.runtime.uploads import held, uploaded
-from attention.tensors import add_, empty_tokens, token_dim, token_indices, tokens, tokens_of
+from attention.tensors import TOKENS, add_, empty_tokens, token_indices, tokens, tokens_of
 
 MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, which enumerates sums and heads
 
@@ -110,8 +110,8 @@ class Sum(Stepwise):
 
     into: the tensors to write the sums to, by default new ones."""
 
-    def __init__(self, like: Sequence[Tensor], parts: Sequence[Intervals], into: Sequence[Tensor] | None = None):
-        super().__init__(like, parts, [token_dim(x) for x in like], into)
+    def __init__(self, like: Sequence[Tensor], parts: Cover, into: Sequence[Tensor] | None = None):
+        super().__init__(like, parts, (TOKENS,) * len(like), into)
 
     def new(self) -> Sequence[Tensor]:
         return [empty_tokens(x, tokens(x)) for x in self.like]

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.transfers import Intervals
-from attention.reduction.stepwise import Stepwise
-from attention.tensors import empty_lse, empty_tokens, token_dim, tokens
+from attention.reduction.stepwise import Cover, Stepwise
+from attention.tensors import TOKENS, empty_lse, empty_tokens, tokens
 
 
 def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
@@ -40,10 +39,10 @@ def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, l
 
 class Accumulator(Stepwise):
     """The merge of parts (out, lse) that arrive one by one. like: a tensor with the shape and dtype of the whole out. parts:
-    the query intervals of each part. into: the (out, lse) to write to, by default new ones."""
+    the query intervals of each part, or their plan. into: the (out, lse) to write to, by default new ones."""
 
-    def __init__(self, like: Tensor, parts: Sequence[Intervals], into: tuple[Tensor, Tensor] | None = None):
-        super().__init__([like], parts, (token_dim(like), -1), into)
+    def __init__(self, like: Tensor, parts: Cover, into: tuple[Tensor, Tensor] | None = None):
+        super().__init__([like], parts, (TOKENS, -1), into)
 
     def new(self) -> Sequence[Tensor]:
         (like,) = self.like

@@ -7,30 +7,26 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.merge_plan import Bundle, merge_plan
+from attention.geometry.merge_plan import Bundle, MergePlan, merge_plan
 from attention.geometry.transfers import Intervals
 from attention.tensors import FEW, put_, take, tokens
 
+Cover = MergePlan | Sequence[Intervals]
+
 
 class Stepwise:
-    """The parts' intervals are declared in advance. Takes ownership of the parts.
+    """The parts are declared in advance. Takes ownership of them.
 
     A token's first part is kept as it is; the kernel that combines its last part also rounds the result. Only tokens with
     three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors become
     the result. So one part costs nothing, and two parts cost one kernel, which reads two tensors and writes one.
 
     like: tensors of the shape and dtype of the results. parts: the intervals of each part, in the order in which they will
-    be added. dims: the token dimension of each tensor of a part. outs: the tensors to write to, by default new ones."""
+    be added, or their plan. dims: the token dimension of each tensor of a part. outs: the tensors to write to, by default new ones."""
 
-    def __init__(
-        self,
-        like: Sequence[Tensor],
-        parts: Sequence[Intervals],
-        dims: Sequence[int],
-        outs: Sequence[Tensor] | None = None,
-    ):
-        self.like, self.parts, self.dims, self.outs = like, tuple(parts), dims, outs
-        self.plan = merge_plan(tokens(like[0]), self.parts)
+    def __init__(self, like: Sequence[Tensor], parts: Cover, dims: Sequence[int], outs: Sequence[Tensor] | None = None):
+        self.like, self.dims, self.outs = like, dims, outs
+        self.plan = parts if isinstance(parts, MergePlan) else merge_plan(tokens(like[0]), tuple(parts))
         self.buffers: dict[int, Tensor] = {}  # by result: the running result of tokens with three parts or more
         self.kept: dict[int, Sequence[Tensor]] = {}  # by number: earlier parts that a later part will be combined with
         self.number = 0  # of the next part
@@ -49,24 +45,28 @@ class Stepwise:
 
     def add(self, *part: Tensor) -> None:
         """The next part: the tokens of its intervals side by side, in any dtype."""
-        if self.outs is None and all(self._may_be_result(*pair) for pair in zip(part, self.like, strict=False)):
+        plan, number = self.plan, self.number
+        if self.outs is None and plan.whole and self._may_be_results(part):
             self.outs = part
         outs = self._started()
-        self.kept[self.number] = part
-        for each in self.plan.bundles[self.number]:
+        for each in plan.bundles[number]:
             if not each.first:
                 self._combine(each, part, outs)
-            elif each.last:
+            elif each.last and part is not outs:
                 for out, x, dim in zip(outs, part, self.dims, strict=True):
                     if x is not out:
                         put_(out, each.rows, take(x, each.at, dim), dim)
-        self.kept = {i: x for i, x in self.kept.items() if self.plan.until[i] > self.number}
+        self.kept[number] = part
+        self.kept = {i: x for i, x in self.kept.items() if plan.until[i] > number}
         self.number += 1
 
-    def _may_be_result(self, part: Tensor, like: Tensor) -> bool:
-        """Whether the first part can become the result: it has all tokens and, if parts follow, it is contiguous."""
-        whole = self.parts[0] == ((0, tokens(like)),) and part.dtype == like.dtype
-        return whole and (len(self.parts) == 1 or part.is_contiguous())
+    def _may_be_results(self, part: Sequence[Tensor]) -> bool:
+        """Whether a first part with all tokens can become the results: if parts follow, it is contiguous."""
+        more = len(self.plan.of) > 1
+        for x, like in zip(part, self.like, strict=False):  # the LSE is never rounded
+            if x.dtype != like.dtype or (more and not x.is_contiguous()):
+                return False
+        return True
 
     def _combine(self, each: Bundle, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         before, targets, places = [], [], []
@@ -95,15 +95,15 @@ class Stepwise:
         return self.buffers[number], tuple((a - start, b - start) for a, b in rows)
 
     def result(self) -> Sequence[Tensor]:
-        assert self.number == len(self.parts), f"{self.number} of {len(self.parts)} parts were added"
+        assert self.number == len(self.plan.of), f"{self.number} of {len(self.plan.of)} parts were added"
         self.buffers.clear()
         return self._started()
 
     def _started(self) -> Sequence[Tensor]:
         if self.outs is None:
             self.outs = self.new()
-        if self.number == 0:
-            bare = self.plan.bare if len(self.plan.bare) <= FEW else [(0, tokens(self.like[0]))]
+        if self.number == 0 and self.plan.bare:
+            bare = self.plan.bare if len(self.plan.bare) <= FEW else [(0, self.plan.n)]
             for start, stop in bare:
                 self.clear(*(x.narrow(dim, start, stop - start) for x, dim in zip(self.outs, self.dims, strict=True)))
         return self.outs

@@ -77,35 +77,28 @@ class _Sent:
             return Done()
         transport, what, tag = self.transport, self.what, self.transport.calls.tag
         outgoing = [(m.remote, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
-        incoming = [(m.remote, _landing(m, into[m.into])) for m in messages.receives]
-        transport.counted(what, sum(x.nbytes for _, x in incoming))
+        incoming: list[tuple[int, Tensor]] = []
+        apart: list[tuple[Message, Tensor]] = []  # what cannot be received in place
+        for m in messages.receives:
+            place = take(into[m.into], m.target) if len(m.target) == 1 else None
+            if place is None or not place.is_contiguous():
+                place = empty_tokens(into[m.into], length(m.target))
+                apart.append((m, place))
+            incoming.append((m.remote, place))
+        transport.counted(what, sum([x.nbytes for _, x in incoming]))
 
         def run() -> None:
             with phase(f"comm_{what}", step):
                 _exchange(outgoing, incoming, transport.group, tag)
 
-        def place() -> None:
-            ends = zip(messages.receives, incoming, strict=True)
-            apart = [(m, x) for m, (_, x) in ends if not _in_place(m, into[m.into])]
-            if apart:
-                with phase("comp_place", step):
-                    for message, x in apart:
-                        put_(into[message.into], message.target, x)
+        def put() -> None:
+            with phase("comp_place", step):
+                for message, x in apart:
+                    put_(into[message.into], message.target, x)
 
-        return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, place)
+        return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, put if apart else None)
 
     def close(self) -> None: ...
-
-
-def _in_place(message: Message, into: Tensor) -> bool:
-    """Whether the tokens can be received in place: their target is contiguous."""
-    return len(message.target) == 1 and take(into, message.target).is_contiguous()
-
-
-def _landing(message: Message, into: Tensor) -> Tensor:
-    if _in_place(message, into):
-        return take(into, message.target)
-    return empty_tokens(into, length(message.target))
 
 
 def _exchange(

@@ -26,7 +26,7 @@ from attention.geometry.transfers import Intervals
 from attention.profiling import phase
 from attention.runtime.priority_stream import CudaPriorityStream, Inline, PriorityStream
 from attention.runtime.streams import current
-from attention.tensors import token_dim
+from attention.tensors import TOKENS
 from attention.transports.collective import Collective
 from attention.transports.fabric import WORDS, CudaFabric, Fabric, HostFabric, Shared, obstacle, together
 from attention.transports.interface import Done, Handle, Message, Messages, Publication
@@ -312,7 +312,7 @@ class Symmetric(Collective):
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         published = self.pool.filling(what)
         if published is None or list(map(id, tensors)) != list(map(id, published.mine)):
-            most = max(x.shape[token_dim(x)] for x in tensors) if tokens is None else tokens
+            most = max(x.shape[TOKENS] for x in tensors) if tokens is None else tokens
             published = _SlotPublication(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
                 copy_all(zip(published.mine, tensors, strict=True))
@@ -352,7 +352,7 @@ class _SlotPublication:
         for shape, whole, start in zip(arranged.shapes, arranged.padded, arranged.starts, strict=True):
             first = self.at + start
             x = held[first : first + prod(whole) * arranged.dtype.itemsize].view(arranged.dtype).view(whole)
-            found.append(x.narrow(token_dim(x), 0, shape[-3]))
+            found.append(x.narrow(TOKENS, 0, shape[-3]))
         return found
 
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
