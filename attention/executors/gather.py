@@ -23,6 +23,7 @@ from attention.executors.plan import LocalCall, Plan
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals, needed_keys, overlaps, side_by_side
 from attention.kernels.interface import Grads, Triple
+from attention.masks.band import Interval
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
@@ -206,15 +207,22 @@ def _all_gathered(local: LocalKeys, i: int) -> Arriving[KeyPair]:
         return x.unbind() if alike else x.split([k.shape[-1], v.shape[-1]], -1)
 
     def unpack() -> None:
-        needs = needed_keys(problem, plan.rank)
         with phase("comp_place", i):
-            for rank, shard in enumerate(problem.layout.shards(problem.cu_seqlens, problem.world)):
-                found = overlaps(shard, needs)
-                copy_all(
-                    copy for x, keys in zip(parts(staged[rank]), (k, v), strict=True) for copy in moves(keys, x, found)
-                )
+            for rank, places in enumerate(_places(plan)):
+                both = zip(parts(staged[rank]), (k, v), strict=True)
+                copy_all(copy for x, keys in both for copy in moves(keys, x, places))
 
     return Arriving((k, v), plan.transport.all_gather(staged, both, "kv", i), unpack)
+
+
+def _places(plan: Plan) -> list[Sequence[tuple[Interval, Interval]]]:
+    """For each rank, where its keys lie in its shard and among the gathered ones."""
+    places = plan.derived.get("gathered")
+    if places is None:
+        problem = plan.problem
+        needs, shards = needed_keys(problem, plan.rank), problem.layout.shards(problem.cu_seqlens, problem.world)
+        places = plan.derived["gathered"] = [overlaps(shard, needs) for shard in shards]
+    return places  # type: ignore[no-any-return]
 
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # dout, q, out and lse

@@ -140,7 +140,7 @@ class SdpaCudnn(decompose.Decomposed):
             return PLAIN.rectangle_backward(dout, q, k, v, out, lse, call)
         if dout.stride() != out.stride():  # it assumes equal strides
             dout, out = dout.contiguous(), out.contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
         sizes = None, None, None, q.shape[1], k.shape[1]
         grads = private.aten("_scaled_dot_product_cudnn_attention_backward")(
             *_bhsd(dout, q, k, v, out),
@@ -185,7 +185,7 @@ class SdpaEfficient(decompose.Decomposed):
         k_, v_ = repeat_heads(k, groups), repeat_heads(v, groups)
         padding = -q.shape[1] % 32
         lse = torch.nn.functional.pad(lse, (0, padding), value=torch.inf).contiguous()
-        seed = torch.zeros((), dtype=torch.int64, device=q.device)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
         dq, dk, dv, _ = private.aten("_efficient_attention_backward")(
             dout.contiguous(),
             q,

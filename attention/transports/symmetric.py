@@ -44,7 +44,7 @@ MOST_KNOWN = 8  # arrangements per `Messages` whose pulls are cached
 Operation = Callable[[], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # hashed by identity, since `arrange` keeps them
 class Arrangement:
     """How the tensors of a publication lie in a slot. shapes: this rank's. padded: the shapes with space for as many tokens as
     any rank has. starts: the byte at which each tensor starts. size: bytes in all."""
