@@ -346,9 +346,8 @@ class ContextParallel:
             prepared: Prepared | None = None
             if kv_tokens is kv_lengths is prefix is prefix_tokens is None and not self.variant.decode:
                 more: Hashable = ()
-                if not (
-                    window is NO_WINDOW and scale is softcap is mask is sinks is cu_seqlens is None and padding == 0
-                ):
+                usual = window is NO_WINDOW and scale is softcap is mask is sinks is cu_seqlens is None
+                if not usual or type(padding) is not int or padding:
                     more = key_of_more(scale, window, softcap, mask, sinks, cu_seqlens, padding)
                 key = call_key(q, k, v, causal, return_lse, more)
                 prepared = self.plans.prepared.get(key)

@@ -38,7 +38,11 @@ def attend(
 
 
 def wants_gradient(*inputs: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    if torch.is_grad_enabled():
+        for x in inputs:
+            if x is not None and x.requires_grad:
+                return True
+    return False
 
 
 def _forward(inputs: tuple[Tensor, ...], plan: Plan, graphs: GraphReplay | None, keep: bool) -> tuple[Tensor, ...]:

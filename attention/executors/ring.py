@@ -60,8 +60,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
                     total.add(*part)
                 del part  # else it is held while the next call computes
     with phase("comp_merge", len(plan.steps)):
-        out, lse = total.result()
-        out, lse = with_sinks(out, lse, sinks)
+        out, lse = with_sinks(*total.result(), sinks)
     return out, lse, saved_with(sinks, q, k, v, out, lse)
 
 
