@@ -75,7 +75,7 @@ def test_a_sink_of_minus_infinity_is_none_also_where_a_query_sees_no_key(name):
         ({"softcap": 0}, "softcap=0: must be a positive finite number"),
         ({"softcap": -1.0}, "softcap=-1.0: must be"),
         ({"softcap": torch.inf}, "softcap=inf: must be"),
-        ({"softcap": "x"}, "softcap=x: must be"),
+        ({"softcap": "x"}, "softcap='x': must be"),
     ),
 )
 def test_bad_values_are_refused_in_one_line(given, said):
