@@ -20,7 +20,11 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-GONE = {"cudnn_block_sparse": "it is gone; use cudnn_flex or flash4"}  # names that were once known
+# names that were once known
+GONE = {
+    "cudnn_block_sparse": "it is gone; use cudnn_flex or flash4",
+    "hierarchical": "it is gone; use packed, or null for the best",
+}
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

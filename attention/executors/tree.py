@@ -2,12 +2,10 @@
 Forward only. A rank whose keys no query sees contributes out 0 and lse -inf.
 
 Phases: comp_shard_kv, comp_local_attention, comp_num_den, comp_final_output, and by reduction comm_max_lse,
-comm_sum_den, comm_sum_num, comm_sum_num_den, comm_partials, comm_node, comm_nodes, each with its wait_*;
+comm_sum_den, comm_sum_num, comm_sum_num_den, comm_partials, each with its wait_*;
 `reduce=fused` has only wait_partials."""
 
 from __future__ import annotations
-
-from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -20,7 +18,7 @@ from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
 from attention.reduction.sinks import with_sinks
 from attention.tensors import empty_lse, result_like, take
-from attention.transports import Message, Messages, mailboxes
+from attention.transports import mailboxes
 
 Saved = tuple[Tensor, ...]
 
@@ -150,36 +148,6 @@ def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         return merge_n(everyone[..., :-1], everyone[..., -1].transpose(2, 3))
 
 
-def hierarchical(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """`packed` within each node, then across nodes among ranks with the same place in their node."""
-    node = plan.options.ranks_of_node(plan.problem.world)
-    first, place = plan.rank // node * node, plan.rank % node
-    within = [rank for rank in range(first, first + node) if rank != plan.rank]
-    across = [rank for rank in range(place, plan.problem.world, node) if rank != plan.rank]
-    for step, (ranks, what) in enumerate(((within, "node"), (across, "nodes"))):
-        with phase("comp_num_den", step):
-            mine = torch.cat([out, _weights(lse)], -1)
-            everyone = [torch.empty_like(mine) for _ in ranks]
-        whole = ((0, mine.shape[1]),)
-        with closing(plan.transport.publish(what, [mine])) as publication:
-            publication.pull(
-                Messages(
-                    [Message(rank, 0, whole, whole) for rank in ranks],
-                    [Message(rank, 0, whole, whole, i) for i, rank in enumerate(ranks)],
-                ),
-                everyone,
-                step,
-            ).wait()
-        with phase("comp_final_output", step):
-            # in rank order, so that all ranks get the same bits
-            ordered = [
-                x for _, x in sorted([*zip(ranks, everyone, strict=True), (plan.rank, mine)], key=lambda x: x[0])
-            ]
-            stacked = torch.stack(ordered)
-            out, lse = merge_n(stacked[..., :-1], stacked[..., -1].transpose(2, 3))
-    return out, lse
-
-
 def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for
     theirs and merges them. The whole kernel is recorded as `wait_partials`: most of its few microseconds are waiting.
@@ -193,4 +161,4 @@ def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Te
         return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, like)
 
 
-REDUCTIONS = {"three": three, "two": two, "packed": packed, "hierarchical": hierarchical}  # of merged splits
+REDUCTIONS = {"three": three, "two": two, "packed": packed}  # of merged splits

@@ -31,9 +31,6 @@ class TreeCosts(Costs[TreeOptions]):
                 }
             case "two":
                 return {"max_lse": all_reduce(lse), "sum_num_den": all_reduce(partial)}
-            case "hierarchical":
-                node = self.options.ranks_of_node(world)
-                return {"node": (node - 1) * partial, "nodes": (world // node - 1) * partial}
             case "fused":
                 return {"partials": received_bytes(world, rows, dim)}
             case _:  # null is counted as packed; fused receives as much but for some bytes a row

@@ -155,24 +155,9 @@ GROUPINGS = ("separate", "packed", "fused")
 @dataclass(frozen=True)
 class TreeOptions(Options):
     """What the tree executor reads. `reduce`: how the partial results are reduced; None: fused where the ranks can write into each
-    other's GPU memory, else packed. `node_size`: ranks of a node in the hierarchical reduction."""
+    other's GPU memory, else packed."""
 
-    reduce: str | None = one_of(("three", "two", "packed", "fused", "hierarchical"), None)
-    node_size: int | None = option(None, lambda kv_heads, world: divisors(world))
-
-    def check(self, heads: int, kv_heads: int, world: int) -> None:
-        super().check(heads, kv_heads, world)
-        self.ranks_of_node(world)
-
-    def ranks_of_node(self, world: int) -> int:
-        """`node_size`, by default the largest divisor of the world up to 8, but never the whole world where it divides. Raises
-        ValueError where it doesn't divide."""
-        able = divisors(world)
-        if self.node_size is None:
-            return max((n for n in able if n <= 8 and n < world), default=1)
-        if self.node_size not in able:
-            raise ValueError(f"node_size={self.node_size}: must divide world_size={world}; it may be {able}")
-        return self.node_size
+    reduce: str | None = one_of(("three", "two", "packed", "fused"), None)
 
     def resolved(self, writable: bool) -> TreeOptions:
         return replace(self, reduce="fused" if writable else "packed") if self.reduce is None else self

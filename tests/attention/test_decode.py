@@ -12,7 +12,7 @@ from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import decodes, numerics
 
-REDUCTIONS = ("three", "two", "packed", "hierarchical")
+REDUCTIONS = ("three", "two", "packed")
 BASE = {"batch": 2, "queries": 1, "keys": 48, "heads": 8, "kv_heads": 1, "head_dim": 64}
 CASES = [
     BASE,
@@ -96,7 +96,7 @@ COMBINED = [
 @pytest.mark.parametrize("world", (1, 2, 4))
 def test_lengths_sinks_softcap_and_value_heads_of_another_size_match_fp64(in_world, world):
     found = in_world(decodes.compare, world, settings=[*TREES, ("ring_decode", {})], cases=COMBINED)
-    assert len(found) == 5 * len(COMBINED)
+    assert len(found) == 4 * len(COMBINED)
     for each in found:
         assert all(out < 1e-6 and lse < 1e-5 for out, lse, _ in each["errors"]), each
 

@@ -65,7 +65,7 @@ def test_unshard_inverts_shard(in_world, name, world):
     assert in_world(numerics.round_trip, world, "cuda", name=name, packs=None, tokens=12 * world)
 
 
-REDUCTIONS = ("three", "two", "packed", "fused", "hierarchical", None)
+REDUCTIONS = ("three", "two", "packed", "fused", None)
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -169,7 +169,7 @@ def _values(option: str, world: int, kv_heads: int) -> tuple[Any, ...]:
         "grouping": ("separate", "packed"),
         "own_first": (None, False, True),
         "n_groups": (1, 2, 4),
-        "reduce": (None, "three", "two", "packed", "hierarchical"),
+        "reduce": (None, "three", "two", "packed"),
     }.get(option, (None,))
 
 

@@ -1,18 +1,15 @@
 """Costs: FLOPs that sum to the whole, bytes worked out by hand, and a memory model that orders the variants."""
 
-import re
-
 import pytest
 
 from attention.executors import costs
 from attention.executors.gather_costs import kv_bytes_read
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
-from attention.geometry.options import TreeOptions
 from attention.geometry.schedules import Problem
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import VARIANTS
-from tests.support.coverage import WORLDS, cumulated, divisors, problems, settings
+from tests.support.coverage import WORLDS, cumulated, problems, settings
 
 every_world = pytest.mark.parametrize("world", WORLDS)
 
@@ -147,9 +144,6 @@ def test_ring_decode_receives_all_keys_but_its_own():
         ({"reduce": "two"}, {"max_lse": 96, "sum_num_den": 1632}),
         ({"reduce": "packed"}, {"partials": 3 * 1088}),
         ({"reduce": "fused"}, {"partials": 3 * 1088}),  # rows of 16: a piece each
-        ({"reduce": "hierarchical"}, {"node": 1088, "nodes": 1088}),  # nodes of 2
-        ({"reduce": "hierarchical", "node_size": 1}, {"node": 0, "nodes": 3 * 1088}),
-        ({"reduce": "hierarchical", "node_size": 4}, {"node": 3 * 1088, "nodes": 0}),
     ],
     ids=str,
 )
@@ -160,7 +154,7 @@ def test_a_tree_reduction_moves_partial_results_in_fp32_and_no_keys(options, exp
     assert received("tree", 10, 4, mask=FULL, q_tokens=3, **options) == [tripled] * 4
 
 
-@pytest.mark.parametrize("reduce", ["three", "two", "packed", "fused", "hierarchical"])
+@pytest.mark.parametrize("reduce", ["three", "two", "packed", "fused"])
 def test_a_tree_on_one_rank_moves_nothing(reduce):
     (found,) = received("tree", 100, 1, mask=FULL, q_tokens=1, reduce=reduce)
     assert set(found.values()) == {0}
@@ -171,24 +165,6 @@ def test_over_many_keys_a_tree_moves_far_less_than_a_ring(world):
     tree = sum(received("tree", 4096, world, mask=FULL, q_tokens=1)[0].values())
     ring = sum(received("ring_decode", 4096, world, mask=FULL, q_tokens=1)[0].values())
     assert tree < ring / 50 or tree == ring == 0
-
-
-def test_nodes_default_to_the_largest_divisor_up_to_eight_but_never_the_whole_world():
-    expected = {1: 1, 2: 1, 3: 1, 4: 2, 5: 1, 6: 3, 8: 4, 9: 3, 12: 6, 16: 8, 24: 8, 64: 8, 7: 1, 14: 7, 22: 2}
-    assert {world: TreeOptions().ranks_of_node(world) for world in expected} == expected
-    assert TreeOptions(node_size=None).ranks_of_node(16) == 8
-
-
-@every_world
-def test_a_node_size_must_divide_the_world(world):
-    for wanted in range(-1, world + 3):
-        if wanted in divisors(world):
-            assert TreeOptions(node_size=wanted).ranks_of_node(world) == wanted
-            continue
-        with pytest.raises(ValueError, match=f"node_size={wanted}: must divide world_size={world}") as error:
-            TreeOptions(node_size=wanted).ranks_of_node(world)
-        offers = re.findall(r"\d+", str(error.value).split("may be")[1])
-        assert [TreeOptions(node_size=int(n)).ranks_of_node(world) for n in offers] == divisors(world)
 
 
 def peak(name: str, seq_len: int, world: int, shapes=SHAPES, **options) -> int:

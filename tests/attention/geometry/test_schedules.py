@@ -561,7 +561,7 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
     ("name", "option", "values"),
     [
         ("zigzag_llama3", "grouping", ("separate", "packed", "fused")),
-        ("tree", "reduce", ("three", "two", "packed", "fused", "hierarchical")),
+        ("tree", "reduce", ("three", "two", "packed", "fused")),
         ("usp", "ring", ("zigzag", "contiguous")),
     ],
 )

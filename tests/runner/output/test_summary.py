@@ -79,7 +79,7 @@ def test_a_summary_picks_up_new_runs_and_passes_over_unfinished_ones(tmp_path):
 
 def test_a_refused_runs_row_says_what_was_asked_as_far_as_it_is_of_the_right_type(tmp_path):
     config = {
-        "attention": {"name": "tree", "reduce": "fused", "node_size": None}, "kernel": {"name": "auto"},
+        "attention": {"name": "tree", "reduce": "fused"}, "kernel": {"name": "auto"},
         "timing": {"method": "cudagraph"}, "config": "decode_128k", "world_size": "auto", "seq_len": 1024, "causal": False,
         "heads": True, "batch": "two", "seed": None, "dtype": "bf16",
     }  # fmt: skip
