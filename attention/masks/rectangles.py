@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from attention.masks.band import Band, Interval, Intervals
+from attention.masks.band import Band, Interval
 
 Rectangles = NDArray[np.int64]
 Column = NDArray[np.int64]
@@ -120,21 +120,6 @@ def has_pairs(x: Rectangles) -> NDArray[np.bool_]:
     q0, q1 = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
     found: NDArray[np.bool_] = (lo <= hi) & (q0 < q1) & (np.maximum(k0, q0 + lo) < np.minimum(k1, q1 + hi))
     return found
-
-
-def joined_keys(x: Rectangles) -> NDArray[np.int64]:
-    """All keys that any query sees: disjoint, sorted intervals `[n, 2]`."""
-    if not len(x):
-        return np.zeros((0, 2), np.int64)
-    order = np.argsort(x[:, K0], kind="stable")
-    starts, ends = x[order, K0], np.maximum.accumulate(x[order, K1])
-    breaks = np.flatnonzero(starts[1:] > ends[:-1])
-    return np.stack([starts[np.append(0, breaks + 1)], ends[np.append(breaks, len(x) - 1)]], 1)
-
-
-def intervals_of(x: NDArray[np.int64]) -> Intervals:
-    """The rows of `[n, 2]` as intervals."""
-    return tuple(zip(*x.T.tolist(), strict=True))
 
 
 def in_order(x: Rectangles) -> Rectangles:
