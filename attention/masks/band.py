@@ -45,7 +45,7 @@ class Band:
 
     @property
     def windowed(self) -> bool:
-        return not (self.full or self.causal)
+        return self.left >= 0 or self.right > 0
 
     def pairs(self, sq: int, sk: int) -> int:
         """The number of (query, key) pairs that the band keeps in an `sq` by `sk` rectangle."""
