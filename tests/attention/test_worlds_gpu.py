@@ -141,7 +141,7 @@ EXTRAS = (
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("name", [name for name in SELF_ATTENTION if not VARIANTS[name].external])
+@pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_sinks_softcap_and_value_heads_match_fp64(in_world, name, world):
     packs = [0, 256 * world, 512 * world] if VARIANTS[name].packed else None
     for given, kernel in EXTRAS:

@@ -22,6 +22,7 @@ from attention.kernels import math as math_kernel
 from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, Band
 from attention.masks.mask import Mask
+from attention.masks.rectangles import LO, UNBOUNDED
 from attention.reduction import grad_sum, lse_merge, stepwise
 from attention.reduction.sinks import with_sinks
 from attention.variants.base import Variant
@@ -381,18 +382,18 @@ def _border_moved() -> AbstractContextManager[object]:
     return changed(Variant, "problem", make)
 
 
-@contextmanager
-def _tile_wider() -> Iterator[None]:
+def _tile_wider() -> AbstractContextManager[object]:
     """Of a window one key more, wherever a mask is cut."""
 
     def make(original: Any) -> Any:
-        def inner(mask: Band, *args: Any) -> Any:
-            return original(Band(mask.left + 1 if mask.left > 0 else mask.left, mask.right), *args)
+        def inner(mask: Any, *args: Any) -> Any:
+            mask = mask.copy()
+            mask[mask[:, LO] > -UNBOUNDED, LO] -= 1
+            return original(mask, *args)
 
         return inner
 
-    with changed(schedules, "tile", make):
-        yield
+    return changed(cuts, "cut", make)
 
 
 def _band_wider() -> AbstractContextManager[object]:
