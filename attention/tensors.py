@@ -78,6 +78,11 @@ def tokens_of(intervals: tuple[Interval, ...], dtype: type[np.signedinteger[Any]
     return np.repeat(starts - before, lengths) + np.arange(lengths.sum(), dtype=dtype)
 
 
+def touch(*xs: Tensor) -> None:
+    """Stands for a kernel of ours without scratch memory that reads or writes these tensors without data (meta)."""
+    torch._foreach_zero_(xs)
+
+
 def _by_kernel(*given: Tensor) -> bool:
     """Whether our Triton kernel can copy these tensors' tokens by index."""
     return given[0].is_cuda and all(x.is_floating_point() and tokens_contiguous(x.shape, x.stride()) for x in given)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from hydra import compose, initialize_config_module
@@ -20,7 +21,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from attention.errors import nearest
-from attention.executors import costs
 from attention.geometry import counts
 from attention.variants.base import Variant
 from attention.variants.registry import AUTO, SHORTLIST, SUMMARY
@@ -30,6 +30,7 @@ from runner.config.experiment import Experiment
 from runner.config.masks import NONE, named
 from runner.config.rules.workload import attention_call
 from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.costs.dryrun import dry_run
 from runner.output import terminal
 from runner.peers import Package, everything, missing
 
@@ -92,8 +93,8 @@ def cost(arguments: list[str]) -> Table:
     if not any(a.startswith("world_size=") for a in rest):
         rest.append(f"world_size={USUAL_WORLD}")
     table = _table(
-        f"Costs: {' '.join([*given, *rest])}; the busiest rank's; a backward has 2.5 times the FLOP where Dv = D; the "
-        "peaks without inputs and kernels' scratch",
+        f"Costs: {' '.join([*given, *rest])}; the busiest rank's; a backward has 2.5 times the FLOP where Dv = D; over "
+        "NCCL; the peaks without inputs and kernels' scratch",
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward",
         "peak with backward", "by what",
     )  # fmt: skip
@@ -143,22 +144,18 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     computed = [terminal.flop(most), f"{share:.2f}"]
     if isinstance(v, Package):
         return [*computed, "", "", "", "", "unknown: the package's own exchange"]
-    found, ranks = costs.of(v, problem, shapes, options), [place * problem.ulysses for place in places]
-
-    def received(backward: bool) -> dict[str, int]:
-        return max((found.bytes_received(rank, backward) for rank in ranks), key=lambda by: sum(by.values()))
-
-    def peak(backward: bool) -> int:
-        return max(found.pass_peak(rank, backward) for rank in ranks)
-
-    forward, held = received(False), peak(False)
-    parts = _parts(forward)
-    if v.decode:
-        return [*computed, terminal.gib(sum(forward.values())), "none", terminal.gib(held), "none", parts]
-    backward = received(True)
-    parts += f"; back {_parts(backward)}" if parts else ""
-    totals = [terminal.gib(sum(by.values())) for by in (forward, backward)]
-    return [*computed, *totals, terminal.gib(held), terminal.gib(max(held, peak(True))), parts]
+    packed = work.seqlens is not None
+    ranks = [
+        dry_run(v, problem, shapes, options, rank=place * problem.ulysses, packed=packed, backward=not v.decode)
+        for place in places
+    ]
+    passes = list(zip(*ranks, strict=True))
+    received = [max((x.received for x in by_rank), key=lambda by: sum(by.values())) for by_rank in passes]
+    peaks = accumulate((max(x.peak for x in by_rank) for by_rank in passes), max)
+    parts = "; back ".join(filter(None, map(_parts, received)))
+    totals = [terminal.gib(sum(by.values())) for by in received]
+    none = ["none"] * v.decode
+    return [*computed, *totals, *none, *map(terminal.gib, peaks), *none, parts]
 
 
 def _parts(found: dict[str, int]) -> str:

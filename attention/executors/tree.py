@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.executors.plan import LocalCall, Plan
-from attention.geometry.mailbox import pieces, received_bytes
+from attention.geometry.mailbox import Mailbox, pieces, received_bytes
 from attention.kernels import Kernel
 from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
@@ -152,11 +152,14 @@ def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Te
     """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for
     theirs and merges them. The whole kernel is recorded as `wait_partials`: most of its few microseconds are waiting.
     like: has the shape and dtype of out."""
+    rows, head_dim, world = like.shape[:3].numel(), like.shape[3], plan.problem.world
+    plan.transport.counted("partials", received_bytes(world, rows, head_dim))
+    if like.is_meta:  # without data there is nothing to write to; the memory is as large
+        like.new_empty(Mailbox.holding(world, pieces(rows, head_dim)).numel, dtype=torch.float32)
+        return _partial(like)
+    boxes = mailboxes(plan.transport, pieces(rows, head_dim), like.device)
     from attention.ops.tree import exchange
 
-    rows, head_dim, world = like.shape[:3].numel(), like.shape[3], plan.problem.world
-    boxes = mailboxes(plan.transport, pieces(rows, head_dim), like.device)
-    plan.transport.counted("partials", received_bytes(world, rows, head_dim))
     with phase("wait_partials"):
         return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, like)
 

@@ -122,3 +122,13 @@ def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) ->
             size = of.batch * (of.head_dim + of.v_head_dim) * of.itemsize
             total += (q_rows + kv_rows) * size * (2 if backward else 1)
     return total
+
+
+def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) -> int:
+    """Bytes of keys and values that the kernels of a gather's forward read: a prefix once for each query chunk that attends it, or
+    with grouping=fused once for all of them."""
+    if grouping == "fused":
+        tokens = sum(length(step.keys) for step in steps(problem, rank))
+    else:
+        tokens = sum(block.k[1] - block.k[0] for step in steps(problem, rank) for block in step.blocks)
+    return tokens * shapes.kv_token

@@ -17,7 +17,7 @@ from attention.geometry.transfers import Intervals
 from attention.memo import MOST_PARTS, memo
 from attention.reduction.stepwise import Cover, Stepwise
 from attention.runtime.uploads import held, uploaded
-from attention.tensors import TOKENS, add_, empty_tokens, token_indices, tokens, tokens_of
+from attention.tensors import TOKENS, add_, empty_tokens, token_indices, tokens, tokens_of, touch
 
 MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, which enumerates sums and heads
 
@@ -49,6 +49,8 @@ def sum_all(outs: Sequence[Tensor], parts: PartsOfAll) -> None:
             _check(part.shape, intervals, out.shape)
         if out.is_cuda:
             sum_numbered((out,), [((part,), intervals) for part, intervals in own])
+        elif out.is_meta:
+            touch(out, *(part for part, _ in own))
         else:
             sum_eager(out, own)
 

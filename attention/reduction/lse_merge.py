@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.reduction.stepwise import Cover, Stepwise
-from attention.tensors import TOKENS, empty_lse, empty_tokens, tokens
+from attention.tensors import TOKENS, empty_lse, empty_tokens, tokens, touch
 
 
 def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
@@ -23,8 +23,10 @@ def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: 
         from attention.ops.merge import merge_triton
 
         merge_triton(out, lse, a, lse_a, b, lse_b)
-        return
-    merge_eager(out, lse, a, lse_a, b, lse_b)
+    elif out.is_meta:
+        touch(out, a, b)
+    else:
+        merge_eager(out, lse, a, lse_a, b, lse_b)
 
 
 def merge_eager(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
@@ -82,6 +84,8 @@ def merge_n(
         from attention.ops.merge_n import merge_n_triton
 
         merge_n_triton(parts, lses, out, lse)
+    elif out.is_meta:
+        touch(out, parts)
     else:
         merge_n_eager(parts, lses, out, lse)
     return out, lse

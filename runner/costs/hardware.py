@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from attention.executors.timeline import Pattern, Transfer
 from attention.masks.band import Band
 from runner.costs import links, rates
 from runner.costs.links import Link, Measured
 from runner.costs.rates import LONG, Rate, Speed
-from runner.costs.topology import ONE_NODE, Topology
+from runner.costs.topology import ONE_NODE, Pattern, Topology, Transfer
 
 Both = tuple[float, float]  # forward and backward
 

@@ -1,21 +1,20 @@
-"""The model of time: of every candidate, from its executor's timeline and a machine's measured rates. It is made to order
-candidates rather than to predict milliseconds. Pure Python."""
+"""The model of time: of every candidate, from its executor's dry run and a machine's measured rates. It is made to order
+candidates rather than to predict milliseconds."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
-from attention.executors import costs
-from attention.executors.timeline import TimedStep, Timeline, Transfer
-from attention.geometry.counts import Shapes, backward_flops, forward_flops, sampled_places
+from attention.geometry.counts import Shapes, sampled_places
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.costs.choice import Candidate, Duration, Estimate, Estimates, Task
+from runner.costs.dryrun import Event, dry_run, step_peak
 from runner.costs.hardware import Machine
 from runner.costs.rates import Speed
 
@@ -94,9 +93,6 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     """One for each transport. Raises ValueError if this machine can't run the candidate."""
     problem, options = candidate.problem(task), candidate.options
     kernel = machine.kernel(masks(problem))
-    peak = _peak_bytes(candidate, problem, task, machine)
-    if machine.memory is not None and peak > machine.memory:
-        raise ValueError(f"holds {peak / 2**30:.3g} GiB beside the inputs, of {machine.memory / 2**30:.3g} allowed")
     if getattr(options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
     if options.uncapturable is not None and machine.graphed:
@@ -104,17 +100,12 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     if getattr(options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     transports = machine.transports if task.world > 1 else machine.transports[:1]  # one rank moves nothing
-    found = (estimate(candidate, task, machine, kernel, transport) for transport in transports)
-    return [replace(each, peak_bytes=peak) for each in found]
-
-
-def _peak_bytes(candidate: Candidate, problem: Problem, task: Task, machine: Machine) -> int:
-    """Of the rank that holds most beside its inputs."""
-    found = costs.of(VARIANTS[candidate.variant], problem, task.shapes, candidate.options)
-    peak = max(found.peak_bytes(place * problem.ulysses, task.backward) for place in sampled_places(problem))
-    if machine.replayed:
-        peak += sum(graph_copies(task, problem, which) for which in (False, True)[: 1 + task.backward])
-    return peak
+    estimates = [estimate(candidate, task, machine, kernel, transport) for transport in transports]
+    fitting = [each for each in estimates if machine.memory is None or each.peak_bytes <= machine.memory]
+    if not fitting and machine.memory is not None:
+        peak = min(each.peak_bytes for each in estimates)
+        raise ValueError(f"holds {peak / 2**30:.3g} GiB beside the inputs, of {machine.memory / 2**30:.3g} allowed")
+    return fitting
 
 
 def graph_copies(task: Task, problem: Problem, backward: bool) -> int:
@@ -125,23 +116,33 @@ def graph_copies(task: Task, problem: Problem, backward: bool) -> int:
 
 
 def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, transport: str) -> Estimate:
-    """Of the slowest rank."""
-    problem, options, pulls = candidate.problem(task), candidate.options, transport == "symm"
-    found = costs.of(VARIANTS[candidate.variant], problem, task.shapes, options, pulls=pulls, packed=task.packed)
+    """The time of the slowest rank, and the memory of the fullest."""
+    problem = candidate.problem(task)
+    runs = {
+        rank: dry_run(
+            VARIANTS[candidate.variant], problem, task.shapes, candidate.options, rank=rank, pulls=transport == "symm",
+            packed=task.packed, backward=task.backward,
+        )
+        for rank in (place * problem.ulysses for place in sampled_places(problem))
+    }  # fmt: skip
 
     def slowest(backward: bool) -> Duration:
-        ranks = (place * problem.ulysses for place in sampled_places(problem))
-        clocks = (_Clock(task, machine, problem, kernel, transport, backward, rank) for rank in ranks)
-        return max((each.duration(found.timeline(each.rank, backward)) for each in clocks), key=lambda each: each.ms)
+        clocks = (
+            (_Clock(task, machine, problem, kernel, transport, backward, rank), passes) for rank, passes in runs.items()
+        )
+        return max((clock.duration(passes[backward].events) for clock, passes in clocks), key=lambda each: each.ms)
 
+    peak = max(map(step_peak, runs.values()))
+    if machine.replayed:
+        peak += sum(graph_copies(task, problem, which) for which in (False, True)[: 1 + task.backward])
     backward = slowest(True) if task.backward else None
-    return Estimate(candidate, transport, kernel, slowest(False), backward, machine.replayed is True)
+    return Estimate(candidate, transport, kernel, slowest(False), backward, machine.replayed is True, peak)
 
 
 @dataclass(frozen=True)
 class _Clock:
-    """Computes the duration of a timeline: its kernel calls at their measured rates, the communication that is exposed,
-    its merges at a share of a copy's bandwidth, and the CPU launch overhead. All but `duration` are in seconds."""
+    """Computes the duration of a pass: its kernel calls at their measured rates, the communication that is exposed, its merges at a
+    share of a copy's bandwidth, and the CPU launch overhead. All but `duration` are in seconds."""
 
     task: Task
     machine: Machine
@@ -151,39 +152,39 @@ class _Clock:
     backward: bool
     rank: int
 
-    def duration(self, timeline: Timeline) -> Duration:
+    def duration(self, events: Sequence[Event]) -> Duration:
+        """One stream computes, one moves in the order of issue; a wait stops the first."""
         machine = self.machine
-        compute, exposed = self._overlapped(timeline.steps)
-        exposed += self._moving(timeline.exposed)
-        merges = machine.copy_seconds(timeline.merged) / MERGE_SHARE
-        merges += timeline.merges * machine.overheads.merge / 1e6
+        now = moving = compute = exposed = merges = 0.0
+        ends: dict[int, float] = {}
+        for e in events:
+            if e.kind == "pull" and e.transfer:
+                moving = max(moving, now) + machine.moving(self.transport, e.transfer, self.rank, self.task.world)
+                ends[id(e.transfer)] = moving
+                continue
+            if e.kind == "wait":
+                seconds = max(0.0, ends[id(e.transfer)] - now)
+                exposed += e.times * seconds
+            elif e.kind == "kernel":
+                seconds = self._kernel(e)
+                compute += e.times * seconds
+            else:
+                seconds = machine.copy_seconds(e.bytes)
+                if e.phase == "comp_merge":
+                    seconds = seconds / MERGE_SHARE + machine.overheads.merge / 1e6
+                merges += e.times * seconds
+            now += seconds
         copied = 2 * graph_copies(self.task, self.problem, self.backward) if machine.replayed else 0
         copies = machine.copy_seconds(copied) / COPY_SHARE
-        return Duration(*(1e3 * part for part in (compute, exposed, merges, self._cpu(timeline), copies)))
+        return Duration(*(1e3 * part for part in (compute, exposed, merges, self._cpu(events), copies)))
 
-    def _overlapped(self, steps: Sequence[TimedStep]) -> tuple[float, float]:
-        """(compute, exposed communication). Beside each step's compute, the next step's keys arrive and the gradients
-        of the step before leave. Exposed are the first keys, the last gradients, and what exceeds the compute."""
-        incoming = [self._moving(step.incoming) for step in steps]
-        outgoing = [self._moving(step.outgoing) for step in steps]
-        compute, exposed = 0.0, sum(incoming[:1]) + sum(outgoing[-1:])
-        for i, step in enumerate(steps):
-            busy = self._step(step)
-            moving = sum(incoming[i + 1 : i + 2]) + (outgoing[i - 1] if i else 0.0)
-            compute += busy
-            exposed += max(0.0, moving - busy)
-        return compute, exposed
-
-    def _step(self, step: TimedStep) -> float:
-        """A step's copies and kernel calls. A call with few queries takes as long as reading its keys."""
-        seconds = self.machine.copy_seconds(step.copied)
-        for mask, pairs in step.work.pairs:
-            speed = self._speed(mask)
-            flops = backward_flops if self.backward else forward_flops
-            seconds += flops(step.shapes, pairs.computed(speed.edge)) / speed.flops
+    def _kernel(self, e: Event) -> float:
+        """A kernel call. One with few queries takes as long as reading its keys."""
+        speed = self._speed(e.mask)
+        seconds = e.flops / speed.flops * min(e.rectangle, e.pairs + e.edges * speed.edge) / max(1, e.pairs)
         if self.task.decode:
-            seconds = max(seconds, self.machine.copy_seconds(step.work.keys * step.shapes.kv_token))
-        return seconds + step.calls * self.machine.overheads.call[self.backward] / 1e6
+            seconds = max(seconds, self.machine.copy_seconds(e.kv_bytes))
+        return seconds + self.machine.overheads.call[self.backward] / 1e6
 
     def _speed(self, mask: Band) -> Speed:
         task, shapes = self.task, self.task.shapes
@@ -193,18 +194,17 @@ class _Clock:
         found = self.machine.speeds(self.kernel, mask, shapes.head_dim, gqa, task.packed, task.tokens)
         return found[self.backward]
 
-    def _moving(self, transfers: Sequence[Transfer]) -> float:
-        world = self.task.world
-        return sum(self.machine.moving(self.transport, each, self.rank, world) for each in transfers)
-
-    def _cpu(self, timeline: Timeline) -> float:
+    def _cpu(self, events: Sequence[Event]) -> float:
         """CPU launch overhead."""
         each = self.machine.overheads
         if self.machine.graphed:
             return 0.0
-        launch = each.eager
-        exchanges = timeline.exchanges * launch.exchange if self.task.world > 1 else 0.0
+        launch, pulls = each.eager, [e for e in events if e.kind == "pull" and e.transfer]
+        reductions = sum(e.transfer.pattern == "reduce" for e in pulls if e.transfer)
+        exchanged = [e for e in pulls if e.transfer and e.transfer.pattern not in ("reduce", "slots")]
+        # kernels put what an all-to-all moved in its place, which costs the CPU as much as an exchange
+        exchanges = sum(e.times * (2 if e.phase in ("out", "dqkv") else 1) for e in exchanged)
         if self.task.decode:
-            reductions = sum(transfer.pattern == "reduce" for transfer in timeline.exposed)
-            return (each.decode + reductions * each.reduction + exchanges) / 1e6
-        return (launch.whole[self.backward] + timeline.calls * launch.call[self.backward] + exchanges) / 1e6
+            return (each.decode + reductions * each.reduction + exchanges * launch.exchange) / 1e6
+        calls = sum(e.times for e in events if e.kind == "kernel")
+        return (launch.whole[self.backward] + calls * launch.call[self.backward] + exchanges * launch.exchange) / 1e6

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from attention.executors.timeline import Transfer
 from runner.costs.links import Link
+
+Pattern = Literal["one", "all", "gather", "reduce", "slots"]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Bytes that the rank receives: from `one` rank, from `all` at once, by an all-`gather`, in a `reduce` operation, or written by all
+    into `slots` of its memory within a kernel. sources: (rank, bytes from it) of `one` and `all`."""
+
+    pattern: Pattern
+    bytes: float
+    sources: tuple[tuple[int, float], ...] = ()
+
 
 COLLECTIVE = ("gather", "reduce", "slots")  # patterns that pass through all ranks, as a ring of NCCL does
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attention.executors import costs
 from attention.geometry import counts, decodes
 from attention.geometry.counts import Shapes
 from attention.geometry.schedules import Problem, steps
 from attention.masks.band import FULL
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
+from runner.costs.dryrun import dry_run
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,11 @@ class Part:
 
     def received(self, rank: int, backward: bool) -> dict[str, int]:
         """Bytes that a rank receives, by what moves."""
-        found = costs.of(self.variant, self.problem, self.shapes, self.options, pulls=self.pulls)
-        return found.bytes_received(rank, backward)
+        both = not self.variant.decode
+        passes = dry_run(
+            self.variant, self.problem, self.shapes, self.options, rank=rank, pulls=self.pulls, backward=both
+        )
+        return passes[backward].received
 
     def moved(self, rank: int, backward: bool) -> int:
         """The fewest bytes of device memory that a rank's kernels move."""
@@ -70,7 +73,7 @@ class Elements(Part):
 
 
 def parts(experiment: Experiment, variant: Variant[Any], problem: Problem, pulls: bool) -> Sequence[Part]:
-    """The calls that make up the run's. problem: of the run. pulls: as in `costs.of`."""
+    """The calls that make up the run's. problem: of the run. pulls: as in `dry_run`."""
     call, options = experiment.workload, experiment.call_options
     about = options, pulls
     whole = Part(variant, problem, call.shapes, *about)

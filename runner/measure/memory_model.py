@@ -1,12 +1,11 @@
-"""The memory that a step takes on a rank, by the memory model: of an attention call or of a whole model. Without torch."""
+"""The memory that a step takes on a rank, by the memory model: of an attention call or of a whole model."""
 
 from __future__ import annotations
 
-from attention.executors import costs
 from attention.geometry.counts import sampled_places
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
-from runner.costs.scratch import backward_scratch
+from runner.costs.dryrun import dry_run, step_peak
 from runner.models import Config
 from runner.peers import variant
 
@@ -29,24 +28,22 @@ def needed_bytes(spec: Experiment, kernel: str) -> int:
         return _of_model(spec, kernel)
     if not is_known(spec):
         return input_bytes(spec)
-    return input_bytes(spec) + max(_peak(spec, kernel, backward) for backward in {False, spec.backward})
+    return input_bytes(spec) + _peak(spec, kernel)
 
 
-def _peak(spec: Experiment, kernel: str, backward: bool) -> int:
+def _peak(spec: Experiment, kernel: str) -> int:
     """Of the executor beside its inputs, on the fullest rank."""
     chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
     problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
-    found = costs.of(chosen, problem, work.shapes, options, pulls=spec.device == "cuda")
-
-    def scratch(rank: int) -> int:
-        if not backward or spec.device == "cpu":
-            return 0
-        steps = [each for each in found.timeline(rank, True).steps if each.calls]
-        sizes = ((each.shapes, each.work.queries // each.calls, each.work.keys // each.calls) for each in steps)
-        return max((backward_scratch(kernel, *size) for size in sizes), default=0)
-
-    ranks = [place * problem.ulysses for place in sampled_places(problem)]
-    return max(found.pass_peak(rank, backward) + scratch(rank) for rank in ranks)
+    on_gpu = spec.device == "cuda"
+    passes = (
+        dry_run(
+            chosen, problem, work.shapes, options, rank=place * problem.ulysses, pulls=on_gpu, packed=work.seqlens is not None,
+            backward=spec.backward, kernel=kernel if on_gpu else "",
+        )
+        for place in sampled_places(problem)
+    )  # fmt: skip
+    return max(map(step_peak, passes))
 
 
 def _of_model(spec: Experiment, kernel: str) -> int:
@@ -59,7 +56,7 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     replicated = spec.chosen is not None and spec.chosen.layout.replicated
     rows = call.batch * -(-call.seq_len // (1 if replicated else spec.world_size))
     parameters, text = config.matrices * e, rows * TEXT_BYTES
-    beside = _peak(spec, kernel, spec.backward) if is_known(spec) else 0  # a lower bound elsewhere
+    beside = _peak(spec, kernel) if is_known(spec) else 0  # a lower bound elsewhere
     heads = config.heads * config.head_dim, config.key_heads * config.head_dim
     values, keys_values = config.heads * config.value_dim, config.key_heads * config.value_dim
     if not spec.backward:  # a layer's input and the encoder's output, beside what attention or the MLP holds at once

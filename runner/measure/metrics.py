@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from attention.executors.gather_costs import kv_bytes_read
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from runner.config.experiment import Experiment
@@ -64,7 +63,7 @@ def compute(
     experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
 ) -> dict[str, Any]:
     """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
-    transport pulls, as in `costs.of`."""
+    transport pulls, as in `dry_run`."""
     work, sizes, options = experiment.workload, experiment.workload.shapes, experiment.call_options
     chosen = variant(experiment.variant)
     problem = chosen.problem(work.cu_seqlens, experiment.world_size, work.mask, options, work.q_len)
@@ -74,7 +73,9 @@ def compute(
     found |= sparsity(experiment)
     if "grouping" in options:
         ranks = range(problem.world)
-        found["kv_bytes_read_by_rank"] = [kv_bytes_read(problem, sizes, rank, options["grouping"]) for rank in ranks]
+        found["kv_bytes_read_by_rank"] = [
+            counts.kv_bytes_read(problem, sizes, rank, options["grouping"]) for rank in ranks
+        ]
     if experiment.model is not None:
         passes = model_metrics.passes(experiment, median_ms, ceilings, pulls)
         found["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from attention import masks
-from attention.executors import costs
 from runner.config.experiment import ITEMSIZE, Experiment
+from runner.costs.dryrun import dry_run
 from runner.peers import variant
 
 BACKWARD = 2  # FLOPs of a model's backward over those of its forward, whatever is computed again
@@ -35,7 +35,7 @@ def flops(experiment: Experiment) -> dict[str, int]:
 def received(experiment: Experiment, pulls: bool) -> dict[str, list[dict[str, int]]] | None:
     """By pass and rank, the bytes that its attention receives: the sum over the layers, by each one's mask. A backward with
     recompute receives those of the forward again. The sum of gradients is not in it. None for an external package, whose
-    exchange does not follow a schedule. pulls: as in `costs.of`."""
+    exchange does not follow a schedule. pulls: as in `dry_run`."""
     assert experiment.model is not None
     call, chosen, options = experiment.workload, variant(experiment.variant), experiment.call_options
     if experiment.is_peer:
@@ -47,10 +47,10 @@ def received(experiment: Experiment, pulls: bool) -> dict[str, list[dict[str, in
     sums = {which: [Counter[str]() for _ in range(experiment.world_size)] for which in (False, True)}
     for mask, times in layers.items():
         problem = chosen.problem(call.cu_seqlens, experiment.world_size, mask, options)
-        one = costs.of(chosen, problem, call.shapes, options, pulls=pulls).bytes_received
-        for is_backward, by_rank in sums.items():
-            for rank, found in enumerate(by_rank):
-                found.update({key: times * n for key, n in one(rank, is_backward).items()})
+        for rank in range(experiment.world_size):
+            passes = dry_run(chosen, problem, call.shapes, options, rank=rank, pulls=pulls, backward=True)
+            for is_backward, by_rank in sums.items():
+                by_rank[rank].update({key: times * n for key, n in passes[is_backward].received.items()})
     forward, backward = sums[False], sums[True]
     if experiment.model.recompute:
         backward = [a + b for a, b in zip(forward, backward, strict=True)]
@@ -63,7 +63,7 @@ def passes(
     experiment: Experiment, which: Iterable[str], ceilings: dict[str, float] | None, pulls: bool = False
 ) -> dict[str, dict[str, Any]]:
     """By pass: the bytes received, and the least time that this machine's ceilings allow a rank: its share of the matrix
-    products, and AdamW's sweep over memory. pulls: as in `costs.of`."""
+    products, and AdamW's sweep over memory. pulls: as in `dry_run`."""
     assert experiment.model is not None
     parameters = experiment.model.config(experiment.workload).matrices
     found: dict[str, dict[str, Any]] = {}

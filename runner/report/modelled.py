@@ -93,8 +93,9 @@ def points(runs: Iterable[Run]) -> list[Point]:
     for run in filter(known, runs):
         name = run.attention or ""
         try:
-            candidate = Candidate(name, VARIANTS[name].parse(run.options))
-            made = estimate(candidate, task(run), machine(run), run.kernel or "", run.transport or "symm")
+            candidate, asked = Candidate(name, VARIANTS[name].parse(run.options)), task(run)
+            candidate.options.check(asked.shapes.heads, asked.shapes.kv_heads, asked.world)
+            made = estimate(candidate, asked, machine(run), run.kernel or "", run.transport or "symm")
         except ODD_OPTIONS:
             continue
         for which, model in zip(PASSES, made.both, strict=False):

@@ -5,11 +5,11 @@ import torch
 
 import attention
 from attention import masks
-from attention.executors import costs
 from attention.geometry.counts import Shapes
 from attention.geometry.decodes import block
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
+from runner.costs.dryrun import dry_run
 from tests.jobs import decodes, numerics
 
 REDUCTIONS = ("three", "two", "packed")
@@ -64,7 +64,7 @@ def test_transports_move_the_bytes_that_the_costs_say(in_world, name, options, w
         problem = variant.problem((0, case["keys"]), world, band, options, case["queries"])
         shapes = Shapes(case["batch"], case["heads"], case["kv_heads"], case["head_dim"], 4)
         for rank, counted in enumerate(found["bytes"]):
-            said = costs.of(variant, problem, shapes, options).bytes_received(rank, False)
+            said = dry_run(variant, problem, shapes, options, rank=rank)[0].received
             assert {k: v for k, v in counted.items() if v} == {k: v for k, v in said.items() if v}, case
 
 

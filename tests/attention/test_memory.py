@@ -1,11 +1,11 @@
-"""The model of peak memory against what executors really hold, scratch of kernels left out."""
+"""The peak memory of a dry run against what executors really hold, scratch of kernels left out."""
 
 import pytest
 
-from attention.executors import costs, policy
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL
 from attention.variants.registry import MIXTURES, VARIANTS, everything
+from runner.costs.dryrun import dry_run, step_peak
 from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
@@ -33,7 +33,7 @@ ALONE = [("grouped", {"n_groups": 4}), ("grouped", {"n_groups": 4, "grouping": "
     "world, packs",
     [(1, 1), (2, 1), (4, 1), pytest.param(8, 1, marks=pytest.mark.slow), (2, 2), (2, 16), (4, 2), (4, 16)],
 )
-def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
+def test_the_peak_of_a_dry_run_is_what_a_world_holds(pool, world, packs):
     cases = [case for case in PLAIN + WITH_OPTIONS if packs > 1 or case not in FOR_PACKS]
     cases += (
         [HEAD_PARTS] * (packs == 1 and world < 4) + ALONE * (world == 1) + DILATED * (packs == 1 and world in (1, 4))
@@ -48,25 +48,12 @@ def test_the_model_of_peak_memory_is_what_is_held(pool, world, packs):
     for (name, options), by_rank in zip(cases, outcome.result, strict=True):
         variant = everything()[name]
         problem = variant.problem(cu_seqlens, world, CAUSAL, options)
-        for backward in (False, True):
-            each = costs.of(variant, problem, shapes, options)
-            model = max(each.peak_bytes(rank, backward) for rank in range(world))
-            real = max(held[backward] for held in by_rank)
-            assert 0.8 < real / model < 1.3, (name, options, backward, real, model)
-
-
-@pytest.mark.slow
-def test_a_packed_batchs_stretches_are_copied_kind_by_kind_and_let_go_of_between(pool, monkeypatch):
-    packs, options = tuple(range(0, TOKENS + 1, TOKENS // 16)), {"head_parts": 1}
-    arguments = {"cases": [("zigzag", options)], "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
-    outcome = pool.get(WorldSpec(4, "cpu")).call(memory.held, arguments | {"packs": packs, "apart": 0}, 60.0)
-    assert outcome.status == "ok", "\n".join(outcome.log_tail)
-    monkeypatch.setattr(policy, "APART", 0)
-    problem, shapes = VARIANTS["zigzag"].problem(packs, 4, CAUSAL, options), Shapes(1, *HEADS, HEAD_DIM, 2)
-    each = costs.of(VARIANTS["zigzag"], problem, shapes, options)
-    model = max(each.peak_bytes(rank, True) for rank in range(4))
-    (by_rank,) = outcome.result
-    assert 0.8 < max(held[True] for held in by_rank) / model < 1.3
+        for rank, real in enumerate(by_rank):
+            for backward in (False, True):
+                passes = dry_run(
+                    variant, problem, shapes, options, rank=rank, pulls=True, packed=packs > 1, backward=backward
+                )
+                assert step_peak(passes) == pytest.approx(real[backward], rel=0.07), (name, options, backward, rank)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from attention.executors import costs
 from attention.geometry.counts import Shapes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
+from runner.costs.dryrun import dry_run
 from tests.jobs import groups, numerics, traffic, training
 from tests.support import coverage as geometry
 from tests.support.coverage import ANY_LENGTHS
@@ -269,9 +269,10 @@ def assert_bytes(in_world, name, world, chosen, causal, window, packs=None, tran
     problem = variant.problem(tuple(packs or (0, tokens)), world, Band.of(causal, window), chosen)
     shapes = Shapes(batch=1 if packs else 2, head_dim=16, itemsize=4, **heads)
     for rank, found in enumerate(counted):
-        for which in ("forward", "backward"):
-            each = costs.of(variant, problem, shapes, chosen, pulls=transport == "symm")
-            said = each.bytes_received(rank, which == "backward")
+        passes = dry_run(
+            variant, problem, shapes, chosen, rank=rank, pulls=transport == "symm", packed=bool(packs), backward=True
+        )
+        for which, said in zip(("forward", "backward"), (x.received for x in passes), strict=True):
             case = world, chosen, causal, window, packs, transport, rank, which
             assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in said.items() if v}, case
 

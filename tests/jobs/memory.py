@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves
 
 import attention
 from attention import masks
-from attention.executors import policy
 from attention.executors.plan import Plan
 from attention.masks import Mask
 from attention.reduction import grad_sum, lse_merge
@@ -61,8 +60,7 @@ class Nothing:
     name, summary, align = "nothing", "", 1
 
     def forward(self, q: Any, k: Any, v: Any, call: Any, into: Any = None) -> Any:
-        lse = torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3]))
-        return into or (torch.empty(q.shape, dtype=q.dtype), lse)
+        return into or (torch.empty(q.shape, dtype=q.dtype), torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3])))
 
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Any, into: Any = None) -> Any:
         return into or tuple(torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
@@ -75,19 +73,15 @@ def held(
     heads: tuple[int, int],
     head_dim: int,
     packs: list[int] | None = None,
-    apart: int = policy.APART,
 ) -> Any:
-    """For each case, by rank, the peak bytes beside the inputs of a forward and of a training step. apart: up to how
-    many tokens a rank the backward treats the local KV apart."""
+    """For each case, by rank, the peak bytes beside the inputs of a forward and of a training step."""
     eager = lse_merge.merge_eager, grad_sum.sum_eager
-    before, policy.APART = policy.APART, apart
     lse_merge.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
     try:
         return [me.gather([_held(name, options, tokens, heads, head_dim, packs, both) for both in (False, True)])
                 for name, options in cases]  # fmt: skip
     finally:
         lse_merge.merge_eager, grad_sum.sum_eager = eager
-        policy.APART = before
 
 
 def _idle(plan: Plan) -> Plan:

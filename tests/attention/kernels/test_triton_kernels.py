@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention import make
-from attention.executors.gather_costs import kv_bytes_read
+from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
 from attention.masks.band import CAUSAL, FULL, Band
@@ -475,7 +475,7 @@ def test_a_grouping_reads_the_bytes_of_keys_and_values_that_the_model_says(tiles
     options = {"n_groups": 4, "grouping": grouping}
     make("grouped", kernel="triton", **options)(*qkv(64, 64, 3, 3, 64, torch.float32), causal=True)
     problem = VARIANTS["grouped"].problem((0, 64), 1, CAUSAL, options)
-    said = kv_bytes_read(problem, Shapes(2, 3, 3, 64, 4), 0, grouping)
+    said = counts.kv_bytes_read(problem, Shapes(2, 3, 3, 64, 4), 0, grouping)
     assert sum(n_keys for *_, n_keys in tiles_read) * 64 * 4 == said
 
 

@@ -4,10 +4,10 @@ import itertools
 
 import pytest
 
-from attention.executors import costs
 from attention.geometry.counts import Shapes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
+from runner.costs.dryrun import dry_run
 from tests.attention.test_decode import BASE, CASES
 from tests.attention.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
 from tests.jobs import groups, numerics, shared_memory, traffic, training
@@ -43,9 +43,9 @@ def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
         problem = variant.problem((0, 8 * world), world, Band.of(causal, window))
         shapes = Shapes(2, 12, 1, 16, 4)
         for rank, found in enumerate(counted):
-            for which in ("forward", "backward"):
-                said = costs.of(variant, problem, shapes, pulls=True).bytes_received(rank, which == "backward")
-                assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in said.items() if v}
+            passes = dry_run(variant, problem, shapes, rank=rank, pulls=True, backward=True)
+            for which, x in zip(("forward", "backward"), passes, strict=True):
+                assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in x.received.items() if v}
 
 
 @pytest.mark.slow

@@ -4,18 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-import torch
 
-from attention.executors import costs
-from attention.executors.plan import plan_steps
-from attention.executors.timeline import place_work
 from attention.geometry.counts import Shapes, forward_flops
-from attention.geometry.schedules import length
-from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import VARIANTS
 from runner.costs import hardware, links, model, rates
 from runner.costs.choice import Duration, Estimates, Task
+from runner.costs.dryrun import dry_run
 from runner.costs.hardware import Machine
 from runner.costs.links import Link, Measured, find, parse
 from runner.costs.model import choose
@@ -72,8 +67,8 @@ def test_a_slow_link_favours_the_fewest_bytes(kv_heads, fewest):
 
     def received(e) -> int:
         v, problem = VARIANTS[e.candidate.variant], e.candidate.problem(whole)
-        each = costs.of(v, problem, whole.shapes, e.candidate.options, pulls=True)
-        return sum(sum(each.bytes_received(0, back).values()) for back in (False, True))
+        passes = dry_run(v, problem, whole.shapes, e.candidate.options, rank=0, pulls=True, backward=True)
+        return sum(sum(x.received.values()) for x in passes)
 
     assert received(found.best) <= 1.05 * min(received(e) for e in found.estimates)
     assert (found.best.candidate.variant == "ulysses") == (fewest == "ulysses")
@@ -123,10 +118,7 @@ def test_calls_that_cannot_be_replayed_are_launched(kept):
         short = replace(short, mask=FULL, q_tokens=kept.pop("q_tokens"))
     if "memory" in kept:  # what its copies take is one byte too much
         best = choose(short, machine(replayed="auto")).best
-        v, problem = VARIANTS[best.candidate.variant], best.candidate.problem(short)
-        each = costs.of(v, problem, short.shapes, best.candidate.options)
-        peaks = [each.peak_bytes(rank, False) for rank in range(4)]
-        kept["memory"] = max(peaks) + 1024 * (2 * 32 + 2 * 8) * 128 * 2 - 1
+        kept["memory"] = best.peak_bytes - 1
         assert any(e.graphs for e in choose(short, machine(replayed="auto", memory=kept["memory"] + 1)).estimates)
         assert best.label not in {e.label for e in choose(short, machine(replayed="auto", **kept)).estimates}
         return
@@ -176,9 +168,7 @@ def test_a_limit_of_memory_leaves_the_gathers_out():
     wide = choose(asked, machine())
     gathers = {name for name, v in VARIANTS.items() if v.executor == "gather"}
     assert variants(wide) & gathers
-    zigzag = VARIANTS["zigzag"]
-    each = costs.of(zigzag, zigzag.problem(asked.cu_seqlens, 4, CAUSAL), asked.shapes)
-    peak = max(each.peak_bytes(rank, asked.backward) for rank in range(4))
+    peak = max(e.peak_bytes for e in wide.estimates if e.candidate.variant == "zigzag")
     tight = choose(asked, machine(memory=peak))
     whole = {e.label for e in tight.estimates if e.candidate.options.plain().get("heads_k_stride", 0) is None}
     assert "zigzag" in variants(tight)
@@ -189,9 +179,9 @@ def test_a_limit_of_memory_leaves_the_gathers_out():
 
 
 def test_the_faster_transport_is_taken():
-    slow_pulls = [replace(m, link=Link(1, 10)) if m.transport == "symm" else m for m in machine().links]
-    assert choose(task(), machine()).best.transport == "symm"
-    assert choose(task(), machine(links=tuple(slow_pulls))).best.transport == "nccl"
+    for slow, fast in (("symm", "nccl"), ("nccl", "symm")):
+        links = [replace(m, link=Link(1, 10)) if m.transport == slow else m for m in machine().links]
+        assert choose(task(), machine(links=tuple(links))).best.transport == fast
 
 
 def test_a_decode_is_reduced_rather_than_sent_round():
@@ -202,25 +192,6 @@ def test_a_decode_is_reduced_rather_than_sent_round():
     nccl = choose(asked, machine(transports=("nccl",)))
     assert nccl.best.candidate.options.reduce != "fused"
     assert "symmetric memory" in nccl.left_out["tree reduce=fused"]
-
-
-@pytest.mark.parametrize("options", [{}, {"own_first": True}, {"grouping": "packed"}], ids=str)
-@pytest.mark.parametrize("name", ["zigzag_llama3", "zigzag_varlen", "llama3", "ring_varlen"])
-@pytest.mark.parametrize("n", [1, 4, 8, 9, 12])
-def test_packed_calls_copy_the_tokens_that_the_plan_copies(name, n, options):
-    """Queries and keys that lie in several intervals are copied together for a call."""
-    if options and name != "zigzag_llama3":
-        pytest.skip("an option of zigzag_llama3")
-    cu = tuple(8 * i for i in range(n + 1))
-    problem = VARIANTS[name].problem(cu, 4, CAUSAL, options)
-    for rank in range(4):
-        planned = plan_steps(problem, rank, Call(1.0), True, torch.device("cpu"))
-        for step, work in zip(planned, place_work(problem, rank), strict=True):
-            taken = [
-                sum(length(x) for x in found if len(x) > 1)
-                for found in zip(*((c.q, c.k) for c in step.calls), strict=True)
-            ]
-            assert (taken or [0, 0]) == [work.stretched_queries, work.stretched_keys]
 
 
 def test_the_cost_of_an_edge_follows_from_long_and_short_sequences():

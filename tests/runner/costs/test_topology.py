@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from attention.executors import costs
-from attention.executors.timeline import Transfer
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL, Band
 from attention.variants.registry import VARIANTS
+from runner.costs.dryrun import dry_run
 from runner.costs.links import Link
-from runner.costs.topology import ONE_NODE, Topology
+from runner.costs.topology import ONE_NODE, Topology, Transfer
 
 INSIDE = Link(400, 10)
 NODES = Topology("nodes of 4", 4, Link(50, 20), 4)
@@ -54,12 +53,11 @@ def test_a_transfer_names_the_ranks_that_all_its_bytes_come_from(name, mask):
         pytest.skip("no windows")
     moves = 0
     for rank in range(4):
-        for backward in (False, True):
-            made = costs.of(variant, problem, SHAPES, pulls=True).timeline(rank, backward)
-            moved = [t for step in made.steps for t in (*step.incoming, *step.outgoing)] + list(made.exposed)
+        for x in dry_run(variant, problem, SHAPES, rank=rank, pulls=True, backward=True):
+            moved = [e.transfer for e in x.events if e.kind == "pull"]
             moves += len(moved)
             for each in moved:
-                assert sum(size for _, size in each.sources) == pytest.approx(each.bytes)
+                assert sum(size for _, size in each.sources) == each.bytes
                 assert all(0 <= other < 4 and other != rank for other, _ in each.sources)
     assert moves > 4
 
@@ -67,8 +65,10 @@ def test_a_transfer_names_the_ranks_that_all_its_bytes_come_from(name, mask):
 def test_ulysses_within_a_node_keeps_its_exchange_there_and_its_ring_between_nodes():
     usp = VARIANTS["usp"]
     problem = usp.problem((0, 1024), 8, CAUSAL, {"ulysses_size": 4})
-    steps = costs.of(usp, problem, SHAPES, {"ulysses_size": 4}, pulls=True).timeline(5, False).steps
-    exchanged = [t for step in steps for t in (*step.incoming, *step.outgoing) if t.pattern == "all"]
-    ring = [t for step in steps for t in step.incoming if t.pattern == "one"]
+    (forward,) = dry_run(usp, problem, SHAPES, {"ulysses_size": 4}, rank=5, pulls=True)
+    exchanged, ring = (
+        [e.transfer for e in forward.events if e.kind == "pull" and (e.phase == "kv") == of_ring]
+        for of_ring in (False, True)
+    )
     assert {other for t in exchanged for other, _ in t.sources} == {4, 6, 7}
     assert {other for t in ring for other, _ in t.sources} == {1}

@@ -1,0 +1,78 @@
+"""Pairs, FLOPs and the bytes that kernels move, worked out by hand."""
+
+import pytest
+
+from attention.geometry import counts
+from attention.geometry.counts import Shapes
+from attention.geometry.schedules import Problem
+from attention.masks.band import CAUSAL, FULL
+from attention.variants.registry import VARIANTS
+from tests.support.coverage import WORLDS, cumulated, problems
+
+# B 2, D 16, bf16: one head of a token is 64 bytes; k and v of a token, 2 KV heads
+HEAD = 64
+KV = 2 * 2 * HEAD
+SHAPES = Shapes(batch=2, heads=8, kv_heads=2, head_dim=16, itemsize=2)
+
+
+def made(name: str, lengths, world: int, mask=CAUSAL, q_tokens: int | None = None, **options) -> Problem:
+    cu = cumulated(lengths if isinstance(lengths, tuple) else (lengths,))
+    return VARIANTS[name].problem(cu, world, mask, options, q_tokens)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_flops_of_the_ranks_sum_to_the_whole(name, world):
+    shapes = Shapes(batch=3, heads=840, kv_heads=840, head_dim=4, itemsize=2)  # 840: divides for every world
+    for problem in problems(VARIANTS[name], world):
+        by_rank = counts.rank_flops(problem, shapes)
+        assert len(by_rank) == world
+        times = world if name in ("dense", "ring_decode") else 1  # there every rank computes everything
+        assert sum(by_rank) == times * counts.forward_flops(shapes, counts.problem_pairs(problem)), problem
+
+
+def test_the_pairs_of_packed_batches_and_decodes_by_hand():
+    assert counts.problem_pairs(made("llama3", (2, 3, 1), 1)) == 3 + 6 + 1
+    assert counts.problem_pairs(made("llama3", (2, 3, 1), 1, mask=FULL)) == 4 + 9 + 1
+    assert counts.problem_pairs(made("tree", 10, 4, mask=FULL, q_tokens=3)) == 30
+
+
+def test_the_flops_of_a_decode_follow_its_shards():
+    # 10 keys on 4 ranks: 3, 3, 3 and 1; 4 B H D = 1024 FLOP a pair, two queries
+    assert counts.rank_flops(made("tree", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [6 * 1024] * 3 + [2 * 1024]
+    assert counts.rank_flops(made("ring_decode", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [20 * 1024] * 4
+
+
+def test_keys_that_come_along_are_not_moved_by_kernels():
+    """Of nine sequences others' shards come whole, of eight what is seen; a kernel reads what it sees either way."""
+    for name in ("zigzag_varlen", "zigzag_llama3"):
+        eight, nine = (VARIANTS[name].problem(tuple(8 * i for i in range(n + 1)), 4, CAUSAL) for n in (8, 9))
+        for rank in range(4):
+            few, many = (counts.kernel_bytes(problem, SHAPES, rank, False) for problem in (eight, nine))
+            assert 9 * few == 8 * many
+
+
+def test_a_block_moves_its_inputs_and_outputs_once():
+    # 3, 3, 3 and 1 keys of 2 heads, k and v; q and out of one token, 8 heads
+    problem = made("tree", 10, 4, FULL, 1)
+    found = [counts.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)]
+    assert found == [2 * 8 * HEAD + n * KV for n in (3, 3, 3, 1)]
+    # Ulysses on 4 ranks: 16 tokens of 2 query heads in and out, and of one KV head
+    problem = made("ulysses", 16, 4)
+    assert [counts.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)] == [16 * (2 * 2 + 2) * HEAD] * 4
+
+
+def test_an_empty_shard_of_a_decode_moves_and_computes_nothing():
+    problem = made("tree", 5, 4, FULL, 1)
+    assert counts.kernel_bytes(problem, SHAPES, 3, False) == 0
+    assert counts.rank_flops(problem, SHAPES)[3] == 0
+
+
+def test_fused_chunks_read_each_prefix_once_and_separate_ones_as_often_as_it_is_attended():
+    # 4 chunks of 32 tokens read prefixes of 32, 64, 96 and 128: 320 tokens against 128, a saving of 1 - 2 / (4 + 1)
+    problem = VARIANTS["grouped"].problem((0, 128), 1, CAUSAL, {"n_groups": 4})
+    shapes = Shapes(3, 8, 2, 64, 2)
+    token = 3 * 2 * 64 * 2 * 2  # batch, KV heads, head dim, bytes, k and v
+    assert counts.kv_bytes_read(problem, shapes, 0, "separate") == 320 * token
+    assert counts.kv_bytes_read(problem, shapes, 0, "packed") == 320 * token
+    assert counts.kv_bytes_read(problem, shapes, 0, "fused") == 128 * token

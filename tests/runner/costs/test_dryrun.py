@@ -1,0 +1,155 @@
+"""The dry run: FLOPs of every kernel call, bytes worked out by hand, equal steps that run once. That a real world moves these bytes
+and holds these tensors is shown by the tests of worlds, of transports and of memory."""
+
+import pytest
+
+from attention.geometry.counts import Shapes, backward_flops, forward_flops, place_flops
+from attention.masks.band import CAUSAL, FULL, Band
+from attention.variants.registry import VARIANTS
+from runner.costs import dryrun
+from runner.costs.dryrun import dry_run
+from tests.support.coverage import cumulated, problems
+
+# B 2, D 16, bf16: one head of a token is 64 bytes; k and v of a token, 2 KV heads
+HEAD = 64
+KV = 2 * 2 * HEAD
+SHAPES = Shapes(batch=2, heads=8, kv_heads=2, head_dim=16, itemsize=2)
+
+
+def received(name, lengths, world, backward=False, shapes=SHAPES, mask=CAUSAL, q_tokens=None, **options):
+    cu_seqlens = cumulated(lengths if isinstance(lengths, tuple) else (lengths,))
+    problem = VARIANTS[name].problem(cu_seqlens, world, mask, options, q_tokens)
+    ranks = [
+        dry_run(VARIANTS[name], problem, shapes, options, rank=rank, backward=q_tokens is None)[backward].received
+        for rank in range(problem.ranks)
+    ]
+    return without_zeros(ranks)
+
+
+def without_zeros(by_rank):
+    return [{what: size for what, size in by.items() if size} for by in by_rank]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("world", (1, 3, 4))
+def test_kernel_calls_compute_every_pair_of_the_rank_once(name, world):
+    shapes = Shapes(batch=1, heads=24, kv_heads=12, head_dim=16, itemsize=2, value_dim=8)
+    for problem in problems(VARIANTS[name], world):
+        for rank in range(world):
+            passes = dry_run(
+                VARIANTS[name],
+                problem,
+                shapes,
+                rank=rank,
+                packed=len(problem.cu_seqlens) > 2,
+                backward=not VARIANTS[name].decode,
+            )
+            forward = place_flops(problem, shapes, rank // problem.ulysses)
+            expected = [forward, forward * backward_flops(shapes, 1) // forward_flops(shapes, 1)][: len(passes)]
+            assert [x.flops for x in passes] == expected, (problem, rank)
+
+
+def test_ulysses_exchanges_heads_for_sequence_with_kv_heads_replicated():
+    # 4 tokens a rank. In: of 12 others' tokens 2 of 8 query heads and one of the 2 KV heads, k and v;
+    # back: its 4 tokens of the 6 other heads
+    inwards, back = 12 * (2 + 2) * HEAD, 4 * 6 * HEAD
+    assert received("ulysses", 16, 4) == [{"qkv": inwards, "out": back}] * 4
+    # backward: dout of the 12 tokens; dq of the 6 other heads and each of 3 others' dk and dv of its one KV head
+    gradients = 4 * (6 + 3 * 2) * HEAD
+    assert received("ulysses", 16, 4, True) == [{"dout": 12 * 2 * HEAD, "dqkv": gradients}] * 4
+
+
+def test_ulysses_with_enough_kv_heads_moves_each_once():
+    # world 2: of 8 others' tokens 4 query heads and one of 2 KV heads
+    assert received("ulysses", 16, 2) == [{"qkv": 8 * (4 + 2) * HEAD, "out": 8 * 4 * HEAD}] * 2
+
+
+def test_ulysses_bytes_do_not_depend_on_the_mask_or_the_packed_batch():
+    single = received("ulysses", 16, 4)
+    assert received("ulysses", 16, 4, mask=FULL) == single
+    assert received("ulysses", (4, 12), 4) == received("ulysses", (1, 14, 1), 4) == single
+
+
+def test_usp_is_an_all_to_all_inside_and_a_ring_of_fewer_kv_heads_across():
+    # 4 tokens a rank, groups of 2. In: of 4 others' tokens 4 query heads and one KV head, k and v; back 4 heads.
+    # Across, groups hold 8 tokens: zigzag's first gets all 8 of the later one, the second half of the earlier one's
+    border = {"qkv": 4 * (4 + 2) * HEAD, "out": 4 * 4 * HEAD}
+    first, second = {**border, "kv": 8 * 2 * HEAD}, {**border, "kv": 4 * 2 * HEAD}
+    assert received("usp", 16, 4, ulysses_size=2, ring="zigzag") == [first, first, second, second]
+    # a contiguous ring: only the later group needs the earlier one's
+    first, second = {**border}, {**border, "kv": 8 * 2 * HEAD}
+    assert received("usp", 16, 4, ulysses_size=2, ring="contiguous") == [first, first, second, second]
+
+
+def test_usp_gradients_go_home_across_and_inside():
+    found = received("usp", 16, 4, True, ulysses_size=2, ring="zigzag")
+    border = {"dout": 4 * 4 * HEAD, "dqkv": 4 * (4 + 2) * HEAD}
+    first = {**border, "kv": 8 * 2 * HEAD, "dkv": 4 * 2 * HEAD}  # the later group needed the first half of its keys
+    second = {**border, "kv": 4 * 2 * HEAD, "dkv": 8 * 2 * HEAD}
+    assert found == [first, first, second, second]
+
+
+def test_llama3_gathers_all_other_slices_and_brings_home_what_was_needed():
+    # sequences of 6 and 10 in slices of 4: keys needed are [0, 4), [0, 8), [6, 12) and [6, 16)
+    assert received("llama3", (6, 10), 4) == [{"kv": 12 * KV}] * 4
+    home = [4, 2 + 2, 4, 0]
+    assert received("llama3", (6, 10), 4, True) == without_zeros({"kv": 12 * KV, "dkv": n * KV} for n in home)
+
+
+def test_zigzag_llama3_gathers_everything_and_moves_no_queries():
+    # chunks of 2; the late chunks' prefixes end at 16, 14, 12 and 10
+    assert received("zigzag_llama3", 16, 4) == [{"kv": 12 * KV}] * 4
+    home = [2 + 2 + 2, 4 + 2 + 2, 4 + 4 + 2, 4 + 4 + 4]
+    assert received("zigzag_llama3", 16, 4, True) == without_zeros({"kv": 12 * KV, "dkv": n * KV} for n in home)
+
+
+def test_stripe_brings_every_shard_but_for_the_last_token_of_later_ranks():
+    # shards of 4: from earlier ranks all, from later ranks all but the last
+    assert [r["kv"] // KV for r in received("stripe", 16, 4)] == [9, 4 + 6, 8 + 3, 12]
+    assert [r["dkv"] // KV for r in received("stripe", 16, 4, True)] == [12, 8 + 3, 4 + 6, 9]
+
+
+def test_ring_decode_receives_all_keys_but_its_own():
+    # shards of 3, 3, 3 and 1, and of 2, 2, 1 and none
+    assert received("ring_decode", 10, 4, mask=FULL, q_tokens=1) == [{"kv": n * KV} for n in (7, 7, 7, 9)]
+    assert received("ring_decode", 5, 4, mask=FULL, q_tokens=1) == [{"kv": n * KV} for n in (3, 3, 4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        # B H = 16 rows of fp32: lse 64 bytes, out 1024, together 1088; an all-reduce on 4 ranks is 2 * 3 / 4 of them
+        ({"reduce": "three"}, {"max_lse": 96, "sum_den": 96, "sum_num": 1536}),
+        ({"reduce": "two"}, {"max_lse": 96, "sum_num_den": 1632}),
+        ({"reduce": "packed"}, {"partials": 3 * 1088}),
+        ({"reduce": "fused"}, {"partials": 3 * 1088}),  # rows of 16: a piece each
+    ],
+    ids=str,
+)
+def test_a_tree_reduction_moves_partial_results_in_fp32_and_no_keys(options, expected):
+    assert received("tree", 1000, 4, mask=FULL, q_tokens=1, **options) == without_zeros([expected] * 4)
+    # as many for each query, and however many keys there are
+    tripled = {key: 3 * n for key, n in expected.items()}
+    assert received("tree", 10, 4, mask=FULL, q_tokens=3, **options) == without_zeros([tripled] * 4)
+
+
+@pytest.mark.parametrize("mask", [CAUSAL, Band(500, 0)])
+@pytest.mark.parametrize(
+    "name, options",
+    [("ring", {}), ("zigzag", {"head_parts": 2}), ("stripe", {}), ("usp", {"ulysses_size": 2, "ring": "contiguous"})],
+)
+def test_equal_steps_run_once_and_count_as_often_as_they_are(monkeypatch, name, options, mask):
+    problem = VARIANTS[name].problem((0, 4096), 64, mask, options)
+    shapes = Shapes(1, 16, 16, 128, 2)
+
+    def found(kept: int):
+        monkeypatch.setattr(dryrun, "KEPT", kept)
+        dryrun._dry_run.cache_clear()
+        both = [
+            dry_run(VARIANTS[name], problem, shapes, options, rank=21, pulls=pulls, backward=True)
+            for pulls in (False, True)
+        ]
+        return [(x.flops, x.received, x.live, x.slots) for passes in both for x in passes], len(both[0][0].events)
+
+    few, many = found(4), found(64)
+    assert few[0] == many[0] and few[1] <= many[1]
