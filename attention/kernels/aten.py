@@ -138,8 +138,9 @@ class SdpaCudnn(decompose.Decomposed):
     ) -> Triple:
         if q.shape[1] == k.shape[1] == 1:
             return PLAIN.rectangle_backward(dout, q, k, v, out, lse, call)
-        if dout.stride() != out.stride():  # it assumes equal strides
-            dout, out = dout.contiguous(), out.contiguous()
+        # PyTorch finds cuDNN's graphs by the strides of q, k and v: out and dout must follow from those of q
+        if not dout.stride() == out.stride() == q.stride():
+            dout, q, out = dout.contiguous(), q.contiguous(), out.contiguous()
         seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
         sizes = None, None, None, q.shape[1], k.shape[1]
         grads = private.aten("_scaled_dot_product_cudnn_attention_backward")(
