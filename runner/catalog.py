@@ -30,7 +30,7 @@ from runner.config.experiment import Experiment
 from runner.config.masks import NONE, named
 from runner.config.rules.workload import attention_call
 from runner.config.values import InvalidConfig, UnsupportedHere
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from runner.output import terminal
 from runner.peers import Package, everything, missing
 

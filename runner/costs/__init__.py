@@ -1,0 +1,23 @@
+"""What calls cost: rates and links that were measured, and a time model over dry runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runner.costs.dryrun import Pass
+
+
+def dry_run(*args: Any, **options: Any) -> tuple[Pass, ...]:
+    """`dryrun.dry_run`. It needs torch, which is imported when it is first called: the command line answers without."""
+    from runner.costs import dryrun
+
+    return dryrun.dry_run(*args, **options)
+
+
+def step_peak(passes: Sequence[Pass]) -> int:
+    """`dryrun.step_peak`."""
+    from runner.costs import dryrun
+
+    return dryrun.step_peak(passes)

@@ -7,16 +7,20 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from attention.geometry.counts import Shapes, sampled_places
 from attention.geometry.options import check_heads
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
+from runner.costs import dry_run, step_peak
 from runner.costs.choice import Candidate, Duration, Estimate, Estimates, Task
-from runner.costs.dryrun import Event, dry_run, step_peak
 from runner.costs.hardware import Machine
 from runner.costs.rates import Speed
+
+if TYPE_CHECKING:
+    from runner.costs.dryrun import Event
 
 REPLAYED_WORTH = 1.05  # replayed estimates count as this much longer, for the memory that graphs keep
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its cost to the kernels around it

@@ -13,7 +13,7 @@ from attention.geometry.schedules import Problem, steps
 from attention.masks.band import FULL
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 
 
 @dataclass(frozen=True)

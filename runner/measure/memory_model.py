@@ -5,7 +5,7 @@ from __future__ import annotations
 from attention.geometry.counts import sampled_places
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
-from runner.costs.dryrun import dry_run, step_peak
+from runner.costs import dry_run, step_peak
 from runner.models import Config
 from runner.peers import variant
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from attention import masks
 from runner.config.experiment import ITEMSIZE, Experiment
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from runner.peers import variant
 
 BACKWARD = 2  # FLOPs of a model's backward over those of its forward, whatever is computed again

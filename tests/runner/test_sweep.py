@@ -142,13 +142,13 @@ def test_a_length_that_failed_ends_its_own_series(monkeypatch):
 
 @pytest.mark.slow
 def test_lengths_beyond_one_that_ran_out_of_memory_are_rows_with_the_reason(tmp_path):
-    limit = ["launch.memory_limit_gb=0.05", "until_limit=true", "heads=8", "kv_heads=8", "head_dim=64"]
+    limit = ["launch.memory_limit_gb=0.1", "until_limit=true", "heads=8", "kv_heads=8", "head_dim=64"]
     done = run(tmp_path, "-m", "seq_len=64,65536,131072", *limit, *QUICK)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr  # to meet the limit was asked for
     found = {v["config"]["seq_len"]: (v["status"], v["reason"]) for v in results_in(tmp_path).values()}
     assert found[64][0] == "ok" and found[65536][0] == "oom" and found[131072][0] == "unsupported"
     assert found[131072][1].startswith("seq_len=131072: not run, as seq_len=65536 ended as oom: rank ")
-    assert "(launch.memory_limit_gb=0.05)" in found[65536][1]
+    assert "(launch.memory_limit_gb=0.1)" in found[65536][1]
 
 
 def own_files(folder):
