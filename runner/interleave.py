@@ -25,7 +25,7 @@ class Interleaving(BasicLauncher):
             for index in group:
                 returned = self._job(job_overrides[index], initial_job_idx + len(found), len(group))
                 found[index] = returned
-                if returned.status == JobStatus.COMPLETED and returned.return_value is not None:
+                if returned.status == JobStatus.COMPLETED and isinstance(returned.return_value, app.Unfinished):
                     unfinished[index] = returned.return_value
             _further(list(unfinished.values()))
         return [found[index] for index in sorted(found)]
