@@ -28,7 +28,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from attention.runtime import private
+from attention.gpu import private
 
 TIMEOUT_S = 300.0  # a rank may be late for good reasons: it compiles, or loads a checkpoint
 PATIENCE_S = 1.0  # a wait this long is unusual, so it may cost something

@@ -29,19 +29,20 @@ from attention.arguments import (
     token_dim_of,
 )
 from attention.autograd import Unshard, attend, token_range
-from attention.cuda_graphs import GraphReplay
+from attention.batched_copy import copy_all
 from attention.errors import nearest
 from attention.executors.plan import Plan
 from attention.geometry.layouts import CuSeqlens, Shard, beyond
 from attention.geometry.options import Options
+from attention.gpu import private
+from attention.gpu.cuda_graphs import GraphReplay
+from attention.gpu.uploads import hold_for_caller
 from attention.kernels.fit import fit
 from attention.masks.mask import Mask
 from attention.planner import call_spec, padded_layout, plan_of
 from attention.plans import NO_WINDOW, Plans, Prepared, call_key, key_of_more
 from attention.reduction.lse_merge import merge
 from attention.replay import check_old_option, check_replay
-from attention.runtime import private
-from attention.runtime.uploads import hold_for_caller
 from attention.shard_check import check_shards
 from attention.tensors import TOKENS, token_indices
 from attention.transports import Transport
@@ -182,7 +183,7 @@ class ContextParallel:
         """Start without plans, transports and CUDA graphs."""
         self.transports: dict[torch.device, Transport] = {}
         self.plans = Plans()
-        self.graphs = GraphReplay(or_eager=self.replay == "auto")
+        self.graphs = GraphReplay(copy_all, or_eager=self.replay == "auto")
         compared = self.world > 1 and self.agreement_s > 0 and not self.alone
         self.calls = calls_over(self.group) if compared else Calls()
 

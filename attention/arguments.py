@@ -21,10 +21,10 @@ from attention import masks
 from attention.errors import UnsupportedCall, nearest
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import check_heads
+from attention.gpu import private
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
-from attention.runtime import private
 from attention.tensors import on_host
 from attention.variants.base import decodes
 

@@ -18,8 +18,8 @@ from attention.arguments import check_softcap
 from attention.errors import UnsupportedCall
 from attention.geometry.counts import Shapes
 from attention.geometry.layouts import CuSeqlens, sizes_of
+from attention.gpu.private import default_group
 from attention.masks.band import Band
-from attention.runtime.private import default_group
 from attention.tensors import on_host
 from attention.transports import captures_undone
 from attention.variants.registry import AUTO, shortlist

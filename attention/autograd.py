@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.cuda_graphs import GraphReplay
 from attention.errors import UnsupportedCall
 from attention.executors import executor
 from attention.executors.plan import Plan
 from attention.geometry.layouts import Shard
+from attention.gpu import private
+from attention.gpu.cuda_graphs import GraphReplay
+from attention.gpu.uploads import hold_for_caller
 from attention.kernels.fit import fit
-from attention.runtime import private
-from attention.runtime.uploads import hold_for_caller
 from attention.transports import Transport
 
 OUT = 3  # the place of the result in what executors save: q, k, v, out, lse

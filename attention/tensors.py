@@ -14,8 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.dtypes import accumulation_dtype
 from attention.geometry.transfers import side_by_side
+from attention.gpu.uploads import held, uploaded
 from attention.masks.band import Interval
-from attention.runtime.uploads import held, uploaded
 
 TOKENS = -3  # the token dimension
 FEW = 8  # intervals up to which a copy of each is cheaper than one copy by token indices

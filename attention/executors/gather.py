@@ -22,13 +22,13 @@ from attention.executors.keys import Arriving, KeyPair, LocalKeys
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals, needed_keys, overlaps, side_by_side
+from attention.gpu.priority_stream import PriorityStream
 from attention.kernels.interface import Grads, Triple
 from attention.masks.band import Interval
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
-from attention.runtime.priority_stream import PriorityStream
 from attention.tensors import FEW, empty_lse, empty_tokens, put_, result_like, take, tokens
 
 Saved = tuple[Tensor, ...]

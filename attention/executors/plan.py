@@ -28,12 +28,12 @@ from attention.geometry.transfers import (
     side_by_side,
     step_routes,
 )
+from attention.gpu.priority_stream import Inline, PriorityStream
+from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel
 from attention.kernels.by_element import ByElement
 from attention.kernels.interface import KvLengths
 from attention.masks.pattern import Pattern
-from attention.runtime.priority_stream import Inline, PriorityStream
-from attention.runtime.uploads import held, uploaded
 from attention.transports import Message, Messages, Transport
 
 if TYPE_CHECKING:

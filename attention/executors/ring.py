@@ -24,12 +24,12 @@ from attention.geometry.layouts import largest
 from attention.geometry.merge_plan import MergePlan, merge_plan
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals
+from attention.gpu.priority_stream import PriorityStream
 from attention.kernels.interface import Grads, Triple
 from attention.profiling import phase
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
-from attention.runtime.priority_stream import PriorityStream
 from attention.tensors import empty_tokens, result_like, take, tokens
 
 Saved = tuple[Tensor, ...]

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
+from attention.gpu import private
 from attention.kernels import decompose
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.math import PLAIN
 from attention.masks.band import Band
-from attention.runtime import private
 
 HALF = (torch.bfloat16, torch.float16)
 

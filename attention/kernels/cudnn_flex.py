@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.gpu.private import CUDNN_FLEX
+from attention.gpu.uploads import held
 from attention.kernels import cudnn_package
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.flash4_package import as_taken
@@ -19,8 +21,6 @@ from attention.kernels.tile_lists import most_at_once, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
-from attention.runtime.private import CUDNN_FLEX
-from attention.runtime.uploads import held
 
 MOST_INTERVALS = 16
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.gpu.private import FLASH3
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.fit import dense_like
 from attention.kernels.flash4 import pack_lengths
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.masks.band import Band
-from attention.runtime.private import FLASH3
 
 INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
 

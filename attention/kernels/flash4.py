@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention.gpu.private import FLASH4
 from attention.kernels import flash4_sparse
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.fit import dense_like
@@ -16,7 +17,6 @@ from attention.kernels.flash4_package import as_taken, functions, interface, wri
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
-from attention.runtime.private import FLASH4
 from attention.tensors import empty_lse, result_like
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)

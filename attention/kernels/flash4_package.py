@@ -12,8 +12,8 @@ from types import ModuleType
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.gpu.private import FLASH4, FLASH4_VERSION
 from attention.kernels.fit import dense_like
-from attention.runtime.private import FLASH4, FLASH4_VERSION
 
 INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
 

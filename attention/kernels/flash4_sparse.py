@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.gpu.private import FLASH4
+from attention.gpu.uploads import held, uploaded
 from attention.kernels.fit import dense_like
 from attention.kernels.flash4_mods import band_mod, mask_mod, scalars
 from attention.kernels.flash4_package import as_taken, functions, writable
@@ -31,8 +33,6 @@ from attention.kernels.tile_lists import (
 )
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import K0, K1
-from attention.runtime.private import FLASH4
-from attention.runtime.uploads import held, uploaded
 from attention.tensors import empty_lse
 
 MOST_INTERVALS = 4  # each costs two loads a score

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.gpu import private
+from attention.gpu.uploads import held, uploaded
 from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
-from attention.runtime import private
-from attention.runtime.uploads import held, uploaded
 
 try:
     from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention

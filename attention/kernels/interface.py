@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.gpu.uploads import uploaded
 from attention.kernels.fit import dense_like, fit, fits, without_autocast
 from attention.masks.band import FULL, Band
 from attention.masks.pattern import Pattern
-from attention.runtime.uploads import uploaded
 from attention.tensors import empty_lse, empty_tokens, result_like, tokens
 
 Pair = tuple[Tensor, Tensor]  # out, lse

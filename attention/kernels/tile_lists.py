@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from attention.gpu.uploads import uploaded
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, Rectangles, pairs, trimmed
-from attention.runtime.uploads import uploaded
 
 TILE = 128
 FAR = 1 << 30  # a bound beyond all keys, in int32

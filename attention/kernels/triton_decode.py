@@ -18,13 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.kernels.aten import HALF, name_of
 from attention.kernels.fit import fit, without_autocast
 from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
 from attention.masks.band import Band
 from attention.ops.merge_n import merge_n_triton
 from attention.reduction.lse_merge import empty_result, result_tensors
-from attention.runtime.triton_launcher import MOST, TritonLauncher
 from attention.tensors import result_like
 
 FAR = 1 << 30  # keys: a wider window cuts nothing

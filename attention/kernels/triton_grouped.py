@@ -19,12 +19,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.gpu.triton_launcher import MOST, TritonLauncher
+from attention.gpu.uploads import held, uploaded
 from attention.kernels.aten import name_of
 from attention.kernels.interface import Pair, settle
 from attention.kernels.triton_decode import dtype_rule
 from attention.reduction.lse_merge import empty_result
-from attention.runtime.triton_launcher import MOST, TritonLauncher
-from attention.runtime.uploads import held, uploaded
 
 MAX_GROUPS = 8
 MAX_SETS = 4

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
+from attention.gpu import private
 from attention.kernels.aten import FlashAttention2, lengths_of
 from attention.kernels.interface import Call, Pair, Triple
-from attention.runtime import private
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

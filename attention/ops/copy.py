@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.runtime.triton_launcher import MOST, TritonLauncher
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 
 TILE = 8192  # elements per program: 32 per thread with 8 warps, four 16-byte loads of bf16
 COLUMNS = 2048

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.runtime.triton_launcher import MOST, TritonLauncher
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 
 ROWS = 32  # a cache line of the LSE
 TILE = 4096  # elements per program: 32 per thread with 4 warps, four 16-byte loads of bf16 per part

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.runtime.triton_launcher import MOST, TritonLauncher
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 
 TILE = 4096  # fp32 elements of [rows, parts, head dim] per program: 32 registers per thread with 4 warps
 

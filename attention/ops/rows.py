@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.runtime.triton_launcher import MOST, TritonLauncher
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 
 TILE = 4096  # elements per program: 16 per thread with 8 warps
 COLUMNS = 2048

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.runtime.triton_launcher import MOST, TritonLauncher
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 
 ROWS = 32  # a cache line of the LSE
 TILE = 4096  # elements of out per program

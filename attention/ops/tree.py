@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.geometry.mailbox import PIECE, Mailbox, pieces
-from attention.runtime.triton_launcher import MOST, TritonLauncher
+from attention.gpu.triton_launcher import MOST, TritonLauncher
 
 AT_ONCE = 64  # splits that a program loads at once
 WARP = 32  # threads: each flag is read by one of them

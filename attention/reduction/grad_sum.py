@@ -14,9 +14,9 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.geometry.schedules import length
 from attention.geometry.transfers import Intervals
+from attention.gpu.uploads import held, uploaded
 from attention.memo import MOST_PARTS, memo
 from attention.reduction.stepwise import Cover, Stepwise
-from attention.runtime.uploads import held, uploaded
 from attention.tensors import TOKENS, add_, empty_tokens, token_indices, tokens, tokens_of, touch
 
 MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, which enumerates sums and heads

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from attention.errors import UnsupportedCall, nearest
-from attention.runtime.private import backend, default_group
+from attention.gpu.private import backend, default_group
 from attention.transports.collective import Collective
 from attention.transports.interface import Handle, Message, Messages, Nothing, Publication, Transport
 from attention.transports.mailboxes import Mailboxes, mailboxes_of

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from attention.agreement import Calls
 from attention.geometry.schedules import length
+from attention.gpu.private import backend, default_group
 from attention.profiling import phase
-from attention.runtime.private import backend, default_group
 from attention.tensors import empty_tokens, put_, take
 from attention.transports.interface import Done, Handle, Message, Messages, Publication, Transport
 from attention.transports.queues import Queue

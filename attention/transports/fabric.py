@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.runtime import private
-from attention.runtime.cuda_driver import function
-from attention.runtime.streams import on_device
+from attention.gpu import private
+from attention.gpu.cuda_driver import function
+from attention.gpu.streams import on_device
 from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Waits, Watch, watchdog
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by PyTorch where it makes symmetric memory

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from attention.agreement import Calls
 from attention.geometry.transfers import Intervals
-from attention.runtime.priority_stream import Inline, PriorityStream
+from attention.gpu.priority_stream import Inline, PriorityStream
 
 
 @dataclass(frozen=True)

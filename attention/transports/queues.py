@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attention.agreement import Calls
+from attention.gpu.streams import Follow, On, capturing, current
 from attention.profiling import phase
-from attention.runtime.streams import Follow, On, capturing, current
 from attention.transports.interface import Handle
 
 Work = Callable[[], object]

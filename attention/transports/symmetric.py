@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import cuda_graphs
 from attention.batched_copy import copy_all
 from attention.geometry.transfers import Intervals
+from attention.gpu import cuda_graphs
+from attention.gpu.priority_stream import CudaPriorityStream, Inline, PriorityStream
+from attention.gpu.streams import current
 from attention.profiling import phase
-from attention.runtime.priority_stream import CudaPriorityStream, Inline, PriorityStream
-from attention.runtime.streams import current
 from attention.tensors import TOKENS
 from attention.transports.collective import Collective
 from attention.transports.fabric import WORDS, CudaFabric, Fabric, HostFabric, Shared, obstacle, together

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from attention.agreement import PATIENCE_S, Calls, calls_over
-from attention.runtime.cuda_driver import function
-from attention.runtime.private import timeout_s
+from attention.gpu.cuda_driver import function
+from attention.gpu.private import timeout_s
 
 INTERVAL_S = 1.0  # between two checks of the watchdog
 IDLE, WAITING, SEEN = 0, 1, 0x0101  # values of a mark: the stream writes the word, the watchdog only its second byte

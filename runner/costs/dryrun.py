@@ -23,12 +23,12 @@ from attention.geometry.counts import Shapes, backward_flops, forward_flops
 from attention.geometry.layouts import sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, length
+from attention.gpu.priority_stream import Inline
 from attention.kernels.fit import dense_like
 from attention.kernels.interface import Call, Into, Kernel, Pair, Triple
 from attention.kernels.scratch import backward_scratch
 from attention.masks.band import FULL, Band, Intervals
 from attention.profiling import NO_STEP
-from attention.runtime.priority_stream import Inline
 from attention.tensors import empty_lse, result_like
 from attention.transports.collective import Collective
 from attention.transports.interface import Done, Handle, Message, Messages, Nothing, Publication, Transport

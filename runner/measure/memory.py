@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from attention import cuda_graphs, transports
+from attention import transports
+from attention.gpu import cuda_graphs
 from runner.measure.timing import iterate
 from runner.measure.workload import Passes
 

@@ -88,7 +88,7 @@ def _profiled(plain: dict[str, Any]) -> None:
     """The process that ncu profiles: one iteration of an experiment on one GPU, after one that it does not see."""
     import torch
 
-    from attention.runtime import private
+    from attention.gpu import private
     from runner.launch.rank import Rank
     from runner.measure.workloads import kind
 

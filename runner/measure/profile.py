@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
+from attention.gpu import private
 from attention.profiling import WHOLE, Recorder, recording
-from attention.runtime import private
 from runner.environment import boot_id
 from runner.launch.rank import Rank
 from runner.measure.phases import Row, on_one_clock

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from attention.runtime import private
+from attention.gpu import private
 
 if TYPE_CHECKING:
     from runner.launch.rank import Rank

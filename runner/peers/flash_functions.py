@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from attention.gpu.private import replaced_modules
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
-from attention.runtime.private import replaced_modules
 
 VERSION = "2.8.3"
 _serving: list[Kernel] = []

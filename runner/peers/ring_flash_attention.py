@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.executors.plan import Plan
 from attention.geometry.layouts import CuSeqlens
-from attention.runtime.uploads import uploaded
+from attention.gpu.uploads import uploaded
 from runner.peers.flash_functions import (
     instead_of_flash_attn,
     lengths,

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
-from attention.runtime.private import Private, default_group, module_with
+from attention.gpu.private import Private, default_group, module_with
 
 # PyTorch's own ring attention
 torch_cp: Private[[], Any] = Private(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.executors.plan import Plan
-from attention.runtime.private import default_group
+from attention.gpu.private import default_group
 
 
 @lru_cache(maxsize=16)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention import tensors
-from attention.runtime import uploads
+from attention.gpu import uploads
 
 
 def test_an_unchanged_tensor_is_read_once():

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from attention.runtime.cuda_driver import function
+from attention.gpu.cuda_driver import function
 from attention.transports.fabric import CudaFabric
 from attention.transports.queues import CudaQueue
 from tests.support.gpus import own_gpus

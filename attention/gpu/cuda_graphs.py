@@ -5,7 +5,7 @@ there and results from there takes the GPU some tens of µs."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from weakref import WeakSet
 
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from attention import profiling
-from attention.batched_copy import copy_all
 from attention.errors import UnsupportedCall, warn
-from attention.runtime import private
-from attention.runtime.streams import capturing, current
-from attention.runtime.uploads import holding
+from attention.gpu import private
+from attention.gpu.streams import capturing, current
+from attention.gpu.uploads import holding
 
 MOST = 64  # graphs of a function: of so many shapes at most, two each where there is a backward
 
 Run = Callable[..., tuple[Tensor, ...]]
+Copies = Callable[[Iterable[tuple[Tensor, Tensor]]], None]
 
 _every: WeakSet[GraphReplay] = WeakSet()
 
@@ -30,11 +30,12 @@ class GraphReplay:
     """A function's calls: each is eager twice, then captured, since all that is compiled, allocated or kept for it exists
     by then, and replayed from then on. It stays eager while phases are recorded or the caller captures a graph.
 
+    copy_all: copies pairs (target, source) of tensors.
     or_eager: calls that can't be captured stay eager, with a warning; otherwise they raise.
     All ranks of a group must make the same calls and record phases alike: they run, capture and replay the same ones."""
 
-    def __init__(self, or_eager: bool = False) -> None:
-        self.or_eager = or_eager
+    def __init__(self, copy_all: Copies, or_eager: bool = False) -> None:
+        self.copy_all, self.or_eager = copy_all, or_eager
         self.graphs: OrderedDict[Hashable, _Graph | str | None] = OrderedDict()  # a text: why there is no graph
         self.places: dict[torch.device, _Place] = {}
         _every.add(self)
@@ -54,7 +55,7 @@ class GraphReplay:
             if isinstance(graph, str):
                 return run(*inputs)
             begin()
-            return graph.replay(inputs)
+            return graph.replay(inputs, self.copy_all)
         inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
         results = run(*inputs)
         if form in self.graphs:
@@ -151,7 +152,7 @@ class _Graph:
             with suppress(RuntimeError):
                 private.end_pool(index, pool)
 
-    def replay(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def replay(self, inputs: Sequence[Tensor], copy_all: Copies) -> tuple[Tensor, ...]:
         with torch.no_grad():
             self.place.enter()
             copy_all(zip(self.given, inputs, strict=True))

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attention.runtime.streams import On, capturing, current
+from attention.gpu.streams import On, capturing, current
 
 _uploads: dict[int, torch.cuda.Stream] = {}  # by device index
 

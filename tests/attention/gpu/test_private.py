@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import attention
-from attention.runtime import private
-from attention.runtime.private import Private
+from attention.gpu import private
+from attention.gpu.private import Private
 
 EVERY = [name for name, x in vars(private).items() if isinstance(x, Private)]
 
@@ -194,7 +194,7 @@ def test_private_interfaces_and_libraries_are_used_in_one_place():
     found = [
         f"{path.relative_to(root)}: {line.strip()}"
         for path in root.rglob("*.py")
-        if not (path.parent.name == "runtime" and path.name in HOME)
+        if not (path.parent.name == "gpu" and path.name in HOME)
         for line in path.read_text().splitlines()
         if LIBRARIES.search(line)
     ]

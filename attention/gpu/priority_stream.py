@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from attention.runtime.streams import Follow, On, current
+from attention.gpu.streams import Follow, On, current
 
 
 class Inline:

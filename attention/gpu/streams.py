@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from attention.runtime import private
+from attention.gpu import private
 
 _streams: dict[private.StreamId, torch.cuda.Stream] = {}
 

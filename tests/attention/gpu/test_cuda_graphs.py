@@ -8,8 +8,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import attention
-from attention import cuda_graphs as graphs
 from attention import replay as replay_option
+from attention.batched_copy import copy_all
+from attention.gpu import cuda_graphs as graphs
 from attention.profiling import Recorder, recording
 from attention.transports import Nothing, release
 from attention.variants.registry import VARIANTS
@@ -61,7 +62,7 @@ def captured(replays: graphs.GraphReplay) -> list[bool]:
 
 
 def test_a_stage_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
-    replays, calls = graphs.GraphReplay(), []
+    replays, calls = graphs.GraphReplay(copy_all), []
 
     def run(x, y):
         calls.append((x, y))
@@ -87,7 +88,7 @@ def test_a_stage_is_run_twice_then_replayed_and_leaves_its_inputs_alone():
 
 def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(monkeypatch):
     monkeypatch.setattr(graphs, "MOST", 3)
-    replays = graphs.GraphReplay()
+    replays = graphs.GraphReplay(copy_all)
     for _ in range(3):
         for name, n in (("a", 2), ("a", 3), ("b", 2)):
             (found,) = replays(name, begin, lambda x: (2 * x,), (torch.ones(n),))
@@ -101,7 +102,7 @@ def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(mon
 
 
 def test_what_is_recorded_or_captured_by_the_caller_is_run_as_it_is(monkeypatch):
-    replays = graphs.GraphReplay()
+    replays = graphs.GraphReplay(copy_all)
     with recording(Recorder(CPU)):
         for _ in range(3):
             replays("pass", begin, lambda x: (x,), (torch.ones(2),))
@@ -113,7 +114,7 @@ def test_what_is_recorded_or_captured_by_the_caller_is_run_as_it_is(monkeypatch)
 
 
 def test_giving_the_symmetric_memory_back_forgets_all_graphs():
-    replays = graphs.GraphReplay()
+    replays = graphs.GraphReplay(copy_all)
     for _ in range(2):
         replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [True]
@@ -194,12 +195,12 @@ def test_a_failed_capture_leaves_nothing_to_replay_and_no_place(monkeypatch):
         raise attention.UnsupportedCall("replay=graphs: this call can't be captured: no")
 
     monkeypatch.setattr(Again, "_captured", broken)
-    replays = graphs.GraphReplay()
+    replays = graphs.GraphReplay(copy_all)
     replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     with pytest.raises(attention.UnsupportedCall):
         replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     assert captured(replays) == [False] and not replays.places
-    replays = graphs.GraphReplay(or_eager=True)
+    replays = graphs.GraphReplay(copy_all, or_eager=True)
     replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))
     with pytest.warns(UserWarning, match="can't be captured: no; it stays eager"):
         replays("pass", begin, lambda x: (2 * x,), (torch.ones(2),))

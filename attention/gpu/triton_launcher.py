@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.runtime import private
-from attention.runtime.streams import on_device
+from attention.gpu import private
+from attention.gpu.streams import on_device
 
 ALIGNED = 16  # Triton specialises on addresses and integers that are multiples of it
 MOST = 4096  # launchers cached for one kernel

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from attention.runtime.triton_launcher import TritonLauncher
+from attention.gpu.triton_launcher import TritonLauncher
 
 
 class Recording:
