@@ -295,7 +295,7 @@ def _check_call(spec: CallSpec, settings: Settings) -> None:
         raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
     if spec.sinks and getattr(options, "weights", "joint") == "detached":
         raise ValueError("sinks: with weights=detached they have no gradient of their own; use weights=joint")
-    nested_prefixes.check(options, spec.device, shape)
+    nested_prefixes.check(options, shape)
     if getattr(options, "reduce", None) == "fused" and settings.world > 1 and spec.device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
 

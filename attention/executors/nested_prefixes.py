@@ -3,15 +3,15 @@ chunk), `packed` (one varlen call for all) or `fused` (our Triton kernel, which 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.options import GatherOptions, Options
 from attention.geometry.transfers import Intervals
-from attention.kernels import KERNELS, Shape
+from attention.kernels import KERNELS, Shape, refusal
 from attention.kernels.interface import Pair
+from attention.masks.band import FULL
 from attention.tensors import put_, take
 
 
@@ -95,20 +95,10 @@ def _split(intervals: Intervals, lengths: tuple[int, ...]) -> list[tuple[int, in
     return found
 
 
-def check(options: Options, device: torch.device, shape: Shape) -> None:
+def check(options: Options, shape: Shape) -> None:
     """Raises UnsupportedCall when grouping=fused cannot run here or for this shape."""
     if not isinstance(options, GatherOptions) or options.grouping != "fused":
         return
-    reason = KERNELS["triton"].missing(device.type)
+    reason = refusal(KERNELS["triton"], shape, FULL)
     if reason is not None:
-        raise UnsupportedCall(f"grouping=fused: {reason}; grouping=separate works here")
-    if shape.softcap:
-        raise UnsupportedCall("softcap: grouping=fused has none; grouping=separate takes it")
-    if shape.v_head_dim != shape.head_dim:
-        raise UnsupportedCall(
-            f"v_head_dim={shape.v_head_dim}: grouping=fused needs head_dim={shape.head_dim}; grouping=separate takes any"
-        )
-    if shape.head_dim not in (64, 128):
-        raise UnsupportedCall(
-            f"head_dim={shape.head_dim}: grouping=fused is for 64 and 128; grouping=separate takes any"
-        )
+        raise UnsupportedCall(f"grouping=fused: {reason}; take grouping=separate")

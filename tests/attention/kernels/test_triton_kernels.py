@@ -396,26 +396,13 @@ def test_grouped_attention_over_no_keys_gives_zero_and_minus_infinity():
         assert lse.shape == (2, 2, queries.shape[1])
 
 
-def test_grouped_attention_refuses_with_the_value_the_rule_and_a_way_out():
-    q, k, v = qkv(6, 9, 2, 1, 64, torch.float32)
-    wide = qkv(6, 9, 2, 1, 80, torch.float32)
-    for given, ends, rule in (
-        ((q, k, v), (), "0 groups: 1 to 8 only"),
-        ((q, k, v), (1,) * 9, "9 groups: 1 to 8 only"),
-        ((q, k, v), (1, 2, 3, 4), "6 queries in 4 groups: must be a multiple"),
-        ((q, k, v), (5, 4), r"ends=\[5, 4\]: must ascend"),
-        ((q, k, v), (5, 10), r"ends=\[5, 10\]: .* at most the 9 keys"),
-        ((q, k, v), (-1, 4), "must ascend from 0"),
-        (wide, (5, 6), "head_dim=80: 64 and 128 only"),
-        ((q, k.half(), v), (5, 6), "dtypes fp32, fp16, fp32"),
-        ((q, k, v[:, 1:]), (5, 6), "k and v"),
-    ):
-        with pytest.raises(ValueError, match=rule):
-            grouped_forward(*given, ends, 0.1)
-    with pytest.raises(ValueError, match="scale=-1: must be positive"):
-        grouped_forward(q, k, v, (5, 6), -1)
-    with pytest.raises(ValueError, match="5 sets: at most 4; raise pack"):
-        grouped_forward(q[:, :5], k, v, (1, 2, 3, 4, 5), 0.1, tiles=Tiling(1, 16, 16, 4, 2))
+@pytest.mark.parametrize(
+    "head_dim, dtype, reason",
+    [(80, torch.float32, "head_dim=80: 64 and 128 only"), (64, torch.float64, "dtype=fp64: .* fp16 and fp32 only")],
+)
+def test_grouping_fused_takes_what_the_triton_kernel_takes(head_dim, dtype, reason):
+    with pytest.raises(UnsupportedCall, match=f"grouping=fused: {reason}; take grouping=separate"):
+        make("grouped", grouping="fused")(*qkv(4, 4, 2, 1, head_dim, dtype), causal=True)
 
 
 @pytest.fixture
