@@ -8,24 +8,21 @@ Source: Dao et al., "Flash-Decoding for long-context inference" (2023)."""
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.errors import UnsupportedCall
 from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.kernels.aten import HALF, name_of
-from attention.kernels.fit import fit, without_autocast
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, settle
+from attention.kernels.fit import dense_like
+from attention.kernels.interface import Call, Kernel, Pair, Shape
 from attention.masks.band import Band
 from attention.ops.merge_n import merge_n_triton
-from attention.reduction.lse_merge import empty_result, result_tensors
-from attention.tensors import result_like
+from attention.tensors import empty_lse, result_like
 
 FAR = 1 << 30  # keys: a wider window cuts nothing
 MOST_DIM = 256  # D and Dv
@@ -51,44 +48,6 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _keys(  # type: ignore[no-untyped-def]
-    length, n_keys, split, split_keys, first_key, all_keys, left, n_queries,
-    LENGTHS: tl.constexpr, LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The keys `[start, stop)` of a split, and where the last query lies, plus 1."""
-    end = n_keys
-    if LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(length).to(tl.int32), 0), all_keys) - first_key
-    first_seen = 0
-    if LEFT:
-        first_seen = tl.maximum(end - n_queries - left, 0)
-    stop = tl.minimum(n_keys, end)
-    if LENGTHS:  # each element has as many splits, of its own keys
-        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
-        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
-    start = first_seen + split * split_keys
-    return start, tl.minimum(start + split_keys, stop), end
-
-
-@triton.jit
-def _seen(  # type: ignore[no-untyped-def]
-    s, key, stop, place, scale_log2, cap_log2, per_cap, left, right,
-    LEFT: tl.constexpr, RIGHT: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """The scores in base 2, -inf for keys that a query does not see. place: of each query."""
-    if SOFTCAP:
-        s = _tanh(s * per_cap) * cap_log2
-    else:
-        s = s * scale_log2
-    seen = (key < stop)[None, :]
-    if LEFT:
-        seen = seen & (key[None, :] >= place[:, None] - left)
-    if RIGHT:
-        seen = seen & (key[None, :] <= place[:, None] + right)
-    return tl.where(seen, s, float("-inf"))
-
-
-@triton.jit
 def _split(  # type: ignore[no-untyped-def]
     q, k, v, out, lse, lengths, n_keys, split_keys, first_key, all_keys, scale_log2, cap_log2, per_cap, left, right,
     lengths_b, n_queries, row_blocks, q_b, q_t, q_h, k_b, k_n, k_h, v_b, v_n, v_h, out_p, out_b, out_t, out_h,
@@ -110,9 +69,19 @@ def _split(  # type: ignore[no-untyped-def]
     q_at = q + b * q_b + t[:, None] * q_t + h[:, None] * q_h + d[None, :]
     q_ = tl.load(q_at, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
-    start, stop, end = _keys(
-        lengths + b * lengths_b, n_keys, split, split_keys, first_key, all_keys, left, n_queries, LENGTHS, LEFT, BLOCK_N
-    )
+    # the keys [start, stop) of this split; end: where the last query lies, plus 1
+    end = n_keys
+    if LENGTHS:
+        end = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_b).to(tl.int32), 0), all_keys) - first_key
+    first_seen = 0
+    if LEFT:
+        first_seen = tl.maximum(end - n_queries - left, 0)
+    stop = tl.minimum(n_keys, end)
+    if LENGTHS:  # each element has as many splits, of its own keys
+        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
+        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
+    start = first_seen + split * split_keys
+    stop = tl.minimum(start + split_keys, stop)
     place = end - n_queries + row // GROUP  # of each query
     key = tl.arange(0, BLOCK_N)
     first = start.to(tl.int64)
@@ -127,7 +96,16 @@ def _split(  # type: ignore[no-untyped-def]
         inside = at + key < stop
         k_ = tl.load(k_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
         s = tl.dot(q_, tl.trans(k_), input_precision=PRECISION)
-        s = _seen(s, at + key, stop, place, scale_log2, cap_log2, per_cap, left, right, LEFT, RIGHT, SOFTCAP)
+        if SOFTCAP:
+            s = _tanh(s * per_cap) * cap_log2
+        else:
+            s = s * scale_log2
+        seen = (at + key < stop)[None, :]
+        if LEFT:
+            seen = seen & ((at + key)[None, :] >= place[:, None] - left)
+        if RIGHT:
+            seen = seen & ((at + key)[None, :] <= place[:, None] + right)
+        s = tl.where(seen, s, float("-inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # a query may have seen no key yet
         p = tl.exp2(s - safe[:, None])
@@ -157,12 +135,11 @@ def missing(device: str) -> str | None:
 def dtype_rule(dtype: torch.dtype, device: str) -> str | None:
     """Why our kernels do not take `dtype` on `device`, or None. Triton's interpreter (3.6 to 3.9) multiplies bf16
     wrongly, as integers."""
-    if device == "cuda":
-        return None if dtype in (*HALF, torch.float32) else f"dtype={name_of(dtype)}: bf16, fp16 and fp32 only"
-    return (
-        None
-        if dtype in (torch.float16, torch.float32)
-        else f"dtype={name_of(dtype)}: under Triton's interpreter fp16 and fp32 only"
+    on_gpu = device == "cuda"
+    if dtype in (torch.float16, torch.float32) or (on_gpu and dtype in HALF):
+        return None
+    return f"dtype={name_of(dtype)}: " + (
+        "bf16, fp16 and fp32 only" if on_gpu else "under Triton's interpreter fp16 and fp32 only"
     )
 
 
@@ -180,90 +157,55 @@ class DecodeKernel(Kernel):
             return "packed: dense calls only"
         if shape.backward:
             return "backward: forward only, for decoding without gradients"
-        wrong = dtype_rule(shape.dtype, shape.device)
-        if wrong:
-            return wrong
         for name in ("head_dim", "v_head_dim"):
             if (n := getattr(shape, name)) > MOST_DIM:
                 return f"{name}={n}: up to {MOST_DIM} only"
-        return None
+        return dtype_rule(shape.dtype, shape.device)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        _check_call(call)
-        return decode(q, k, v, call, into=into)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None, splits: int | None = None
+    ) -> Pair:
+        """splits: as in `splits`. With an fp32 out in `into` the result is a partial one, to be merged with others."""
+        out, lse = into or (dense_like(result_like(q, v)), empty_lse(q))
+        parts, lses = self.splits(q, k, v, call, splits, (out, lse))
+        if len(parts) != 1:
+            merge_n_triton(parts, lses, out, lse)
+        return out, lse
 
-    @without_autocast
-    def splits(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        _check_call(call)
-        q, k, v = fit((q, k, v), self.align)
-        _check(q, k, v)
-        return _splits(q, k, v, call)
+    def splits(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, splits: int | None = None, into: Pair | None = None
+    ) -> Pair:
+        """The partial results of pieces of the keys, `[n, B, Sq, H, Dv]` in fp32, and their LSEs. Without keys n is 0.
 
-    def backward(self, *_: Any, **__: Any) -> Triple:
-        raise UnsupportedCall("kernel=decode: forward only; for gradients take another kernel, or kernel=auto")
-
-
-def decode(q: Tensor, k: Tensor, v: Tensor, call: Call, splits: int | None = None, into: Pair | None = None) -> Pair:
-    """Attention of few queries under a band: (out `[B, Sq, H, Dv]` in q's dtype, lse `[B, H, Sq]` in fp32, natural log).
-
-    q: `[B, Sq, H, D]`; k: `[B, N, Hk, D]`; v: `[B, N, Hk, Dv]`; N >= 0, any strides with a contiguous head dim; bf16, fp16
-    or fp32, D and Dv up to 256. A query that sees no key has out 0 and lse -inf. call: dense, also with `Call.lengths`.
-    splits: the most pieces that the keys are cut into, by default enough to fill the GPU.
-    into: as in `Kernel`; an fp32 out is a partial result, to be merged with others.
-
-    Raises ValueError for other shapes, dtypes or strides."""
-    _check(q, k, v)
-    if k.shape[1] == 0 or q.numel() == 0:
-        out, lse = empty_result(result_like(q, v))
-        return settle((out.to(q.dtype), lse), into)
-    parts, lses = _splits(q, k, v, call, splits, into, q.dtype)
-    if parts.shape[0] == 1:
-        return into or (parts[0], lses[0])
-    out, lse = into or result_tensors(parts, lses, q.dtype)
-    merge_n_triton(parts, lses, out, lse)
-    return out, lse
-
-
-def _splits(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: Call,
-    splits: int | None = None,
-    into: Pair | None = None,
-    single: torch.dtype = torch.float32,
-) -> Pair:
-    """The partial results of at most `splits` pieces of the keys, `[n, B, Sq, H, Dv]` in fp32, and their LSEs. A single
-    one is in `into`, or in the dtype `single`."""
-    batch, n_queries, heads, _ = q.shape
-    n_keys, kv_heads, value_dim = k.shape[1], k.shape[2], v.shape[3]
-    tiles = _tiles(q.shape, kv_heads, value_dim, q.dtype)
-    reach = n_keys if call.mask.left < 0 else min(n_keys, call.mask.left + n_queries)  # the most keys that are read
-    if splits is None:
-        programs, uneven = batch * kv_heads * tiles.row_blocks, batch > 1 and call.lengths is not None
-        splits = (most_splits if uneven else split_count)(reach, programs, multiprocessors(q.device))
-    split_keys = max(triton.cdiv(triton.cdiv(reach, splits), tiles.keys), 1) * tiles.keys
-    splits = triton.cdiv(reach, split_keys)  # none is empty, but where lengths or a rank's end leave less
-    if into is not None and splits == 1:
-        parts, lses = (x.unsqueeze(0) for x in into)
-    else:
-        dtype = single if splits == 1 else torch.float32
-        parts = torch.empty((splits, *q.shape[:3], value_dim), dtype=dtype, device=q.device)
-        lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
-    if parts.numel():
-        # the batch stride of a batch of one changes with a growing KV cache; as 0 it needs no new launcher
-        strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
-        strides += parts.stride(), lses.stride()
-        lengths, first, total = (lses, 0, 0) if call.lengths is None else call.lengths
-        stride = None if call.lengths is None else lengths.stride(0)
-        of = _Launched(q.shape, kv_heads, value_dim, q.dtype, call.scale, call.mask, call.softcap, stride)
-        start = _start(of, strides, splits, stages_on(q.device))
-        start(q, k, v, parts, lses, lengths, changing=(n_keys, split_keys, first, total))
-    return parts, lses
+        splits: the most pieces, by default enough to fill the GPU. into: for a single piece, its out in any dtype, and LSE."""
+        batch, n_queries, heads, _ = q.shape
+        n_keys, kv_heads, value_dim = *k.shape[1:3], v.shape[3]
+        form = q.shape, kv_heads, value_dim, q.dtype
+        tiles = _tiles(*form)
+        reach = n_keys if call.mask.left < 0 else min(n_keys, call.mask.left + n_queries)  # the most keys that are read
+        sms, stages = _gpu(q.device)
+        if splits is None:
+            uneven = batch > 1 and call.lengths is not None
+            splits = split_count(reach, batch * kv_heads * tiles.row_blocks, sms, uneven)
+        split_keys = max(triton.cdiv(triton.cdiv(reach, splits), tiles.keys), 1) * tiles.keys
+        splits = triton.cdiv(reach, split_keys)  # none is empty, but where lengths or a rank's end leave less
+        if into is not None and splits == 1:
+            parts, lses = (x.unsqueeze(0) for x in into)
+        else:
+            parts = torch.empty((splits, *q.shape[:3], value_dim), dtype=torch.float32, device=q.device)
+            lses = torch.empty((splits, batch, heads, n_queries), dtype=torch.float32, device=q.device)
+        if parts.numel():
+            # the batch stride of a batch of one changes with a growing KV cache; as 0 it needs no new launcher
+            strides = tuple([(0, *x.stride()[1:]) if batch == 1 else x.stride() for x in (q, k, v)])
+            lengths, first, total = call.lengths or (lses, 0, 0)
+            stride = None if call.lengths is None else lengths.stride(0)
+            numbers = call.scale, call.softcap, call.mask, stride
+            start = _start(form, numbers, (*strides, parts.stride(), lses.stride()), splits, stages)
+            start(q, k, v, parts, lses, lengths, changing=(n_keys, split_keys, first, total))
+        return parts, lses
 
 
-@dataclass(frozen=True)
-class _Tiles:
+class _Tiles(NamedTuple):
     """The tile of one program: `rows` of the queries times the heads of one KV head, `keys` keys at a time."""
 
     rows: int
@@ -275,6 +217,7 @@ class _Tiles:
 
 @lru_cache
 def _tiles(shape: torch.Size, kv_heads: int, value_dim: int, dtype: torch.dtype) -> _Tiles:
+    """shape: of q."""
     _, n_queries, heads, head_dim = shape
     rows = n_queries * (heads // kv_heads)
     most = MAX_ROWS_FP32 if dtype == torch.float32 else MAX_ROWS
@@ -285,52 +228,42 @@ def _tiles(shape: torch.Size, kv_heads: int, value_dim: int, dtype: torch.dtype)
     return _Tiles(block_m, triton.cdiv(rows, block_m), block_n, block_d, block_v)
 
 
-class _Launched(NamedTuple):
-    """What a launch depends on beside strides and splits; `shape` is that of q."""
-
-    shape: torch.Size
-    kv_heads: int
-    value_dim: int
-    dtype: torch.dtype
-    scale: float
-    mask: Band
-    softcap: float | None
-    lengths: int | None  # their stride
-
-
 @lru_cache(maxsize=MOST)
-def _start(of: _Launched, strides: tuple[tuple[int, ...], ...], splits: int, stages: int) -> TritonLauncher:
-    """strides: of q, k, v, the parts and their LSEs."""
-    batch, n_queries, heads, head_dim = of.shape
-    tiles, group = _tiles(of.shape, of.kv_heads, of.value_dim, of.dtype), heads // of.kv_heads
-    fp32 = of.dtype == torch.float32
-    of_q, of_k, of_v, of_parts, of_lses = strides
-    cap = of.softcap or 1.0
+def _start(
+    form: tuple[torch.Size, int, int, torch.dtype],
+    numbers: tuple[float, float | None, Band, int | None],
+    strides: tuple[tuple[int, ...], ...],
+    splits: int,
+    stages: int,
+) -> TritonLauncher:
+    """form: as `_tiles` takes it. numbers: scale, softcap, mask, and the stride of the lengths. strides: of q, k, v, the
+    parts and their LSEs."""
+    (batch, n_queries, heads, head_dim), kv_heads, value_dim, dtype = form
+    scale, softcap, mask, lengths = numbers
+    tiles, fp32, cap = _tiles(*form), dtype == torch.float32, softcap or 1.0
     return TritonLauncher(
         _split,
-        (of.kv_heads * tiles.row_blocks, splits, batch),
+        (kv_heads * tiles.row_blocks, splits, batch),
         (
-            of.scale * LOG2E,
+            scale * LOG2E,
             cap * LOG2E,
-            of.scale / cap,
-            min(of.mask.left, FAR),
-            min(of.mask.right, FAR),
-            of.lengths or 0,
+            scale / cap,
+            min(mask.left, FAR),
+            min(mask.right, FAR),
+            lengths or 0,
             n_queries,
             tiles.row_blocks,
-            *of_q[:3],
-            *of_k[:3],
-            *of_v[:3],
-            *of_parts[:4],
-            *of_lses,
+            *(n for stride in strides[:3] for n in stride[:3]),
+            *strides[3][:4],
+            *strides[4],
         ),
-        GROUP=group,
+        GROUP=heads // kv_heads,
         HEAD_DIM=head_dim,
-        VALUE_DIM=of.value_dim,
-        LENGTHS=of.lengths is not None,
-        LEFT=of.mask.left >= 0,
-        RIGHT=0 <= of.mask.right < n_queries - 1,  # else the first query sees the last key
-        SOFTCAP=of.softcap is not None,
+        VALUE_DIM=value_dim,
+        LENGTHS=lengths is not None,
+        LEFT=mask.left >= 0,
+        RIGHT=0 <= mask.right < n_queries - 1,  # else the first query sees the last key
+        SOFTCAP=softcap is not None,
         PRECISION="ieee" if fp32 else "tf32",  # read for fp32 inputs only
         BLOCK_M=tiles.rows,
         BLOCK_N=tiles.keys,
@@ -341,65 +274,29 @@ def _start(of: _Launched, strides: tuple[tuple[int, ...], ...], splits: int, sta
     )
 
 
-def split_count(n_keys: int, programs: int, n_sm: int) -> int:
-    """The number of pieces to cut `n_keys` keys into. Each piece is `programs` programs on a GPU of `n_sm` SMs; an SM
-    reads as fast with one program as with two."""
-    return _split_count(most_splits(n_keys, programs, n_sm), programs, n_sm)
-
-
-def most_splits(n_keys: int, programs: int, n_sm: int) -> int:
-    """The most pieces that are worth their merge. Batch elements of different lengths are cut into so many: with a few
-    programs for each SM, the longest element takes hardly more than its share."""
-    return min(triton.cdiv(4 * n_sm, programs), max(1, n_keys // SHORTEST_SPLIT))
+def split_count(n_keys: int, programs: int, sms: int, uneven: bool = False) -> int:
+    """The number of pieces to cut `n_keys` keys into, as far as they are worth their merge. Each piece is `programs` programs
+    on a GPU of `sms` SMs; an SM reads as fast with one program as with two. uneven: batch elements have different lengths.
+    With a few programs for each SM, the longest element takes hardly more than its share."""
+    most = min(triton.cdiv(4 * sms, programs), max(1, n_keys // SHORTEST_SPLIT))
+    return most if uneven else _busy_splits(most, programs, sms)
 
 
 @lru_cache
-def _split_count(most: int, programs: int, n_sm: int) -> int:
+def _busy_splits(most: int, programs: int, sms: int) -> int:
     """The fewest pieces, up to `most`, that keep the SMs busy; else those that keep them busiest."""
 
     def busy(splits: int) -> float:
-        return programs * splits / (triton.cdiv(programs * splits, n_sm) * n_sm)
+        return programs * splits / (triton.cdiv(programs * splits, sms) * sms)
 
     return next((n for n in range(1, most + 1) if busy(n) >= BUSY), max(range(1, most + 1), key=busy))
 
 
 @lru_cache
-def multiprocessors(device: torch.device) -> int:
-    """SMs of a GPU; 1 under Triton's interpreter, which runs one program at a time."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-@lru_cache
-def stages_on(device: torch.device) -> int:
+def _gpu(device: torch.device) -> tuple[int, int]:
+    """The SMs of a GPU, and the stages that its shared memory holds. Triton's interpreter runs one program at a time."""
     if device.type != "cuda":
-        return STAGES
+        return 1, STAGES
     properties = torch.cuda.get_device_properties(device)
     available = getattr(properties, "shared_memory_per_block_optin", FOUR_STAGES_BYTES)
-    return STAGES if available >= FOUR_STAGES_BYTES else STAGES - 1
-
-
-def _check_call(call: Call) -> None:
-    if call.packed or call.pattern is not None:
-        what = "packed" if call.packed else "a pattern"
-        raise UnsupportedCall(f"kernel=decode: {what}: dense calls under a band only; take another kernel")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if not q.dtype == k.dtype == v.dtype:
-        given = ", ".join(name_of(x.dtype) for x in (q, k, v))
-        raise ValueError(f"dtypes {given}: q, k and v must have one; cast them")
-    wrong = dtype_rule(q.dtype, q.device.type)
-    if wrong:
-        raise ValueError(f"{wrong}; cast q, k and v, or take kernel=math")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
-        raise ValueError(
-            f"shapes {list(q.shape)}, {list(k.shape)}, {list(v.shape)}: must be q [B, Sq, H, D], k [B, N, Hk, D] and "
-            "v [B, N, Hk, Dv] with H a multiple of Hk"
-        )
-    for name, x in (("head_dim", q), ("v_head_dim", v)):
-        if x.shape[3] > MOST_DIM:
-            raise ValueError(f"{name}={x.shape[3]}: up to {MOST_DIM} only; take kernel=math")
-    if any(x.stride(-1) != 1 and x.shape[-1] > 1 for x in (q, k, v)):
-        raise ValueError(
-            f"strides {q.stride()}, {k.stride()}, {v.stride()}: the head dim must be contiguous; call .contiguous()"
-        )
+    return properties.multi_processor_count, STAGES if available >= FOUR_STAGES_BYTES else STAGES - 1

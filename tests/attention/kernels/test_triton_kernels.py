@@ -26,12 +26,13 @@ from triton.runtime import interpreter  # noqa: E402
 from attention.kernels import triton_flash  # noqa: E402
 from attention.kernels import triton_grouped as grouped  # noqa: E402
 from attention.kernels.interface import KvLengths  # noqa: E402
-from attention.kernels.triton_decode import DecodeKernel, decode, split_count  # noqa: E402
+from attention.kernels.triton_decode import DecodeKernel, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
 from attention.ops.merge_n import merge_n_triton  # noqa: E402
 from attention.reduction.lse_merge import merge_n, merge_n_eager, result_tensors  # noqa: E402
 
+decode = DecodeKernel().attend
 torch.set_num_threads(1)
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=name_of)
@@ -165,30 +166,12 @@ def test_the_decode_kernel_says_what_it_does_not_do():
         assert (kernel.refuses(shape, mask) or "").startswith(reason)
     q, k, v = qkv(1, 5, 4, 2, 64, torch.float32)
     assert_full_attention(kernel.forward(q, k, v, Call(0.3)), q, k, v, 0.3, 1e-6)
-    with pytest.raises(UnsupportedCall, match="packed"):
-        kernel.forward(q[0], k[0], v[0], Call(0.3).of_packed(FULL, [1], [5], q.device))
-    with pytest.raises(UnsupportedCall, match="forward only"):
-        kernel.backward(q, q, k, v, q, q, Call(0.3))
 
 
 def test_without_the_interpreter_a_cpu_cannot_run_triton(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for kernel in (DecodeKernel(), TritonFlash()):
         assert "needs a CUDA GPU" in kernel.missing("cpu") and kernel.missing("cuda") is None
-
-
-def test_decode_refuses_what_does_not_belong_together():
-    q, k, v = qkv(1, 5, 4, 2, 64, torch.float32)
-    strided = k.transpose(-1, -2).contiguous().transpose(-1, -2)
-    for given, rule in (
-        ((q, strided, v), "head dim must be contiguous"),
-        ((q, k.half(), v), "dtypes fp32, fp16, fp32: .* one"),
-        ((q.double(), k.double(), v.double()), "dtype=fp64"),
-        ((q[:, :, :3], k, v), "H a multiple of Hk"),
-        ((q, k, v[:, 1:]), r"k \[B, N, Hk, D\] and v \[B, N, Hk, Dv\]"),
-    ):
-        with pytest.raises(ValueError, match=rule):
-            decode(*given, Call(0.1))
 
 
 @pytest.mark.parametrize("mask", [CAUSAL, Band(0, 0), Band(5, 0), Band(40, 2), Band(-1, 3), Band(130, -1)], ids=str)

@@ -15,12 +15,13 @@ pytestmark = [
 ]
 
 from attention.geometry.schedules import length  # noqa: E402
-from attention.kernels.triton_decode import decode  # noqa: E402
+from attention.kernels.triton_decode import DecodeKernel  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash, flash_forward  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.reduction.grad_sum import sum_all, sum_eager, sum_parts  # noqa: E402
 from attention.reduction.lse_merge import empty_result, merge, merge_eager, merge_n, merge_n_eager, result_tensors  # noqa: E402
 
+decode = DecodeKernel().attend
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=name_of)
 every_seed = pytest.mark.parametrize("seed", [0, 100])
