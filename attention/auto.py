@@ -97,7 +97,7 @@ def choose(
     trial = _trial(request)
     world, heads = dist.get_world_size(group) if dist.is_initialized() else 1, trial.shapes
     band = Band.of(bool(request.causal), request.window or (-1, -1))
-    able, left_out = shortlist(trial.cu_seqlens, world, band, heads.heads, heads.kv_heads, trial.packed, trial.q_tokens)
+    able, left_out = shortlist(trial.cu_seqlens, world, band, heads.heads, heads.kv_heads, trial.q_tokens)
     ways = ("none", "graphs") if replay == "auto" else (replay,)
     tried_ms: dict[str, float] = {}
     candidates = {label_of(name, way): (name, way) for way in ways for name in able}

@@ -29,7 +29,6 @@ from attention.arguments import (
     positive,
 )
 from attention.autograd import wants_gradient
-from attention.errors import UnsupportedCall
 from attention.executors import nested_prefixes
 from attention.executors.plan import KeyLengths, Plan, PlannedStep, part_plan, plan_steps, resized
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
@@ -181,7 +180,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     ranks ask for different plans."""
     variant, shape = settings.variant, spec.shape
     _check_padded_lengths(spec, settings)
-    options = variant.padded(settings.options, spec.padding)
+    options = settings.options.padded(spec.padding)
     problem = variant.problem(_divided(spec), settings.world, _whole_mask(spec, settings), options, spec.q_tokens)
     _check_share(spec, settings)
     _check_call(spec, settings)
@@ -245,7 +244,7 @@ def _divided(spec: CallSpec) -> CuSeqlens:
 def _whole_mask(spec: CallSpec, settings: Settings) -> Band | Mask:
     """The mask of the call. Padding comes last, so a causal band over one sequence can stay; else the mask becomes `Padded`."""
     variant = settings.variant
-    given = variant.mask_of(settings.options) if spec.mask is None else spec.mask
+    given = settings.options.mask if spec.mask is None else spec.mask
     mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)
     if not spec.padding:
         return mask
@@ -284,7 +283,7 @@ def _check_padded_lengths(spec: CallSpec, settings: Settings) -> None:
 def padded_layout(settings: Settings, padding: int) -> Layout:
     """How tokens come in and go back where the last `padding` of them are padding."""
     variant, options = settings.variant, settings.options
-    return variant.border(settings.world, variant.padded(options, padding)) if padding else settings.layout
+    return variant.border(settings.world, options.padded(padding)) if padding else settings.layout
 
 
 def _check_call(spec: CallSpec, settings: Settings) -> None:
@@ -293,11 +292,8 @@ def _check_call(spec: CallSpec, settings: Settings) -> None:
     options.check(shape.heads, shape.kv_heads, settings.world)
     if variant.decode and shape.backward:
         raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
-    if spec.sinks and getattr(options, "weights", "joint") == "detached":
-        raise ValueError("sinks: with weights=detached they have no gradient of their own; use weights=joint")
+    options.check_call(shape.device, settings.world, spec.sinks)
     nested_prefixes.check(options, shape)
-    if getattr(options, "reduce", None) == "fused" and settings.world > 1 and spec.device.type != "cuda":
-        raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
 
 
 def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
@@ -339,7 +335,7 @@ def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Ke
         "causal": spec.causal,
         "window": spec.window,
         "mask": _mask(spec.mask),
-        "mask of make": _mask(variant.mask_of(settings.options)),
+        "mask of make": _mask(settings.options.mask),
         "padding": spec.padding,
         "scale": spec.scale,
         "softcap": spec.softcap,

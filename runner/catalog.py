@@ -51,7 +51,7 @@ def attention() -> Table:
     for v in everything().values():
         masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
         masks += (["window"] if v.windows else []) + (["packed batches"] if v.packs and not v.decode else [])
-        add(v.name, v.summary, v.use, v.source, _works(missing(v, device)), ", ".join(masks), v.options.defaults())
+        add(v.name, v.summary, v.use, v.source, _works(missing(v, device)), ", ".join(masks), v.parse().plain())
     return table
 
 

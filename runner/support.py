@@ -118,7 +118,7 @@ def _problem(variant: Variant[Any], setting: Setting) -> Problem:
     if variant.decode and setting.packed:
         raise ValueError("cu_seqlens: a decode takes a batch of single sequences")
     world = 1 if variant.name in ONE_RANK else WORLD
-    options = {"mask": mask} if "mask" in variant.options.from_call() else {}
+    options = {"mask": mask} if "mask" in variant.options.from_call else {}
     return variant.problem(cu, world, mask_of(FULL, cu, mask), options, 1 if variant.decode else None)
 
 

@@ -5,15 +5,13 @@ publishes the option, else as a property with the one value that there is. Pure 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, TypeVar
+from typing import Any, ClassVar
 
-from attention.errors import nearest
-from attention.masks.band import Band
+from attention.errors import UnsupportedCall, nearest
 
 Choices = Callable[[int, int], Sequence[Any]]  # of the KV heads and the world size
-Found = TypeVar("Found", bound="Options")
 
 
 def divisors(n: int) -> list[int]:
@@ -27,11 +25,6 @@ def option(default: Any, choices: Choices | None = None) -> Any:
     return field(default=default, metadata={"choices": choices})
 
 
-def from_call(default: Any) -> Any:
-    """A field that says what calls will have: see `Options.from_call`."""
-    return field(default=default, metadata={"from_call": True})
-
-
 def one_of(values: tuple[Any, ...], default: Any) -> Any:
     """A field that takes one of `values`, or its default."""
     return field(default=default, metadata={"choices": lambda kv_heads, world: values, "values": values})
@@ -39,39 +32,41 @@ def one_of(values: tuple[Any, ...], default: Any) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """A variant's options; a subclass adds fields by `option` and `one_of`."""
+    """A variant's options; a subclass adds fields by `option` and `one_of`. `from_call`: the fields that say what calls will have.
+    They are given to `attention.make`, but are no keys of a configuration. `mask`: what a layout was made for, and the mask of a call
+    where none is given."""
+
+    from_call: ClassVar[tuple[str, ...]] = ()
+    mask: ClassVar[Any] = None
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Those that a user may set: all but the ones that a call has anyway (`from_call`)."""
-        return tuple(each.name for each in fields(cls) if not each.metadata.get("from_call"))
-
-    @classmethod
-    def from_call(cls) -> tuple[str, ...]:
-        """The options that say what calls will have: given to `attention.make`, but no keys of a configuration."""
-        return tuple(each.name for each in fields(cls) if each.metadata.get("from_call"))
-
-    @classmethod
-    def defaults(cls) -> dict[str, Any]:
-        return {each.name: each.default for each in fields(cls) if not each.metadata.get("from_call")}
+        """Those that a user may set: all but the ones that a call has anyway."""
+        return tuple(x.name for x in fields(cls) if x.name not in cls.from_call)
 
     @classmethod
     def choices(cls, name: str, kv_heads: int, world: int) -> list[Any] | None:
         """The values of an option among which "best" decides; None for an option that has no list of them."""
-        found = {each.name: each.metadata.get("choices") for each in fields(cls)}.get(name)
-        return None if found is None else list(found(kv_heads, world))
-
-    @classmethod
-    def candidates(cls: type[Found], kv_heads: int, world: int, mask: Band) -> Iterable[Found]:
-        """The settings that may differ in time, among which `auto` chooses."""
-        yield cls()
+        choices = {x.name: x.metadata.get("choices") for x in fields(cls)}.get(name)
+        return None if choices is None else list(choices(kv_heads, world))
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for a value that is unknown, or does not go with these heads in this world."""
-        for each in fields(self):
-            value, known = getattr(self, each.name), each.metadata.get("values")
-            if known and not any(type(value) is type(x) and value == x for x in (*known, each.default)):
-                raise ValueError(f"{each.name}={value}: {nearest(str(value), map(str, known))}")
+        for x in fields(self):
+            value, known = getattr(self, x.name), x.metadata.get("values")
+            if known and not any(type(value) is type(y) and value == y for y in (*known, x.default)):
+                raise ValueError(f"{x.name}={value}: {nearest(str(value), map(str, known))}")
+
+    def check_call(self, device: str, world: int, sinks: bool) -> None:
+        """Raises ValueError for a call that these options do not go with. device: "cpu" or "cuda"."""
+
+    def sharing(self, world: int) -> int:
+        """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
+        return 1
+
+    def padded(self, padding: int) -> Options:
+        """The options for sequences with so many tokens of padding at their end."""
+        return self
 
     def resolved(self, writable: bool) -> Options:
         """These options with nothing left open. `writable`: the ranks can write into each other's GPU memory."""
@@ -108,15 +103,11 @@ class HeadParts(RingOptions):
         super().check(heads, kv_heads, world)
         if self.head_parts is None:
             return
-        each = max(1, kv_heads // self.sharing(world))
-        if not _positive(self.head_parts) or each % self.head_parts:
+        own = max(1, kv_heads // self.sharing(world))
+        if not _positive(self.head_parts) or own % self.head_parts:
             raise ValueError(
-                f"head_parts={self.head_parts}: must divide a rank's {each} KV heads; it may be {divisors(each)}"
+                f"head_parts={self.head_parts}: must divide a rank's {own} KV heads; it may be {divisors(own)}"
             )
-
-    def sharing(self, world: int) -> int:
-        """Among how many ranks the heads are divided."""
-        return 1
 
 
 @dataclass(frozen=True)
@@ -133,14 +124,6 @@ class GatherOptions(Options):
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
         check_stride(self.heads_k_stride, kv_heads)
-
-    @classmethod
-    def candidates(cls: type[Found], kv_heads: int, world: int, mask: Band) -> Iterable[Found]:
-        strides = [None, *divisors(kv_heads)[:-1]]
-        groupings = cls.choices("grouping", kv_heads, world)
-        for how in groupings or [None]:
-            for stride in strides:
-                yield cls(**{"heads_k_stride": stride, **({"grouping": how} if how else {})})
 
     @property
     def uncapturable(self) -> str | None:
@@ -162,10 +145,9 @@ class TreeOptions(Options):
     def resolved(self, writable: bool) -> TreeOptions:
         return replace(self, reduce="fused" if writable else "packed") if self.reduce is None else self
 
-    @classmethod
-    def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[TreeOptions]:
-        for how in ("packed", "two", "three", "fused"):
-            yield cls(reduce=how)
+    def check_call(self, device: str, world: int, sinks: bool) -> None:
+        if self.reduce == "fused" and world > 1 and device != "cuda":
+            raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
 
 
 def check_stride(stride: int | None, kv_heads: int) -> int:
@@ -184,10 +166,10 @@ def check_sharing(
     kv_heads: int,
     world: int,
     replicates: bool = True,
-    others: Callable[[], str] | None = None,
+    variant: str = "",
 ) -> None:
     """Raises ValueError unless `ranks` can each have the same number of heads. `replicates`: where there are fewer KV heads than
-    ranks, several ranks have the same one. others: the variants with the option `ulysses_size`, where this one has none."""
+    ranks, several ranks have the same one. variant: the one with the option `ulysses_size`, where it is another."""
 
     def shared(n: int) -> bool:
         return heads % n == 0 and (kv_heads % n == 0 or (replicates and n % kv_heads == 0))
@@ -196,7 +178,7 @@ def check_sharing(
         fits = [n for n in divisors(world) if shared(n)]
         raise ValueError(
             f"heads={heads}, kv_heads={kv_heads}: {name} gives each of {ranks} ranks the same number of heads; "
-            f"{others() if others else name} with ulysses_size {' or '.join(map(str, fits))} would work"
+            f"{variant or name} with ulysses_size {' or '.join(map(str, fits))} would work"
         )
 
 

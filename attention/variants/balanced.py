@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from attention.geometry.cuts import rank_pairs
 from attention.geometry.layouts import IN_ORDER, CuSeqlens, Layout, Shard
-from attention.geometry.options import GatherOptions, from_call, option
+from attention.geometry.options import GatherOptions, option
 from attention.geometry.schedules import GatherSchedule, Problem
 from attention.geometry.trades import even_shards
 from attention.masks.band import Band
@@ -34,8 +34,10 @@ class BalancedOptions(GatherOptions):
     `tokens`: of the whole sequence; None: any number. `chunks`: in how many parts a rank's contiguous shard is cut before
     ranks trade tokens; None: the fewest that balance."""
 
-    mask: Mask | None = from_call(None)  # noqa: RUF009
-    tokens: int | None = from_call(None)
+    from_call = ("mask", "tokens")
+
+    mask: Mask | None = None  # type: ignore[misc]
+    tokens: int | None = None
     chunks: int | None = option(None)
 
     @property
@@ -45,6 +47,12 @@ class BalancedOptions(GatherOptions):
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
         check_options(self)
+
+    def padded(self, padding: int) -> BalancedOptions:
+        if not padding:
+            return self
+        tokens = None if self.tokens is None else self.tokens + padding
+        return replace(self, mask=Padded(self.made_for, padding), tokens=tokens)
 
 
 def check_options(options: BalancedOptions) -> None:
@@ -74,15 +82,6 @@ class _Balanced(Variant[BalancedOptions]):
     def outer(self, options: BalancedOptions) -> Layout:
         check_options(options)
         return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens, options.chunks), per_sequence=False)
-
-    def padded(self, options: BalancedOptions, padding: int) -> BalancedOptions:
-        if not padding:
-            return options
-        tokens = None if options.tokens is None else options.tokens + padding
-        return replace(options, mask=Padded(options.made_for, padding), tokens=tokens)
-
-    def mask_of(self, options: BalancedOptions) -> Mask | None:
-        return options.mask
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
         return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
@@ -133,6 +132,5 @@ register(
         schedule=BalancedSchedule(),
         any_mask=True,
         options=BalancedOptions,
-        benchmark_only="balanced is made for one mask, which auto does not know before the shards",
     )
 )

@@ -4,7 +4,7 @@ A file of this folder declares one algorithm: its layout and schedule, its optio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
@@ -36,17 +36,11 @@ class Variant(Generic[Chosen]):
     windows: bool = True
     any_mask: bool = False  # takes masks that are not one band in every sequence
     packs: bool = True  # takes packed batches
-    packed: bool = False  # made for packed batches: a benchmark of it is one
-    twin: str | None = None  # the variant that is the same algorithm, made for packed batches where this one is not
+    alias_of: str | None = None  # the variant that this one is, by the name that benchmarks of packed batches have
     decode: bool = False  # few replicated queries against sharded keys; forward only
     mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
-    benchmark_only: str | None = None  # why `auto` never takes it
 
     # These may depend on the options; a variant for which one does overrides it.
-
-    def sharing(self, options: Chosen, world: int) -> int:
-        """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
-        return 1
 
     def outer(self, options: Chosen) -> Layout:
         """The layout of keys and values; with head exchange, over groups of ranks instead of ranks."""
@@ -64,7 +58,7 @@ class Variant(Generic[Chosen]):
         if self.causal_only and mask.right != 0:
             raise self.needs_causal(able(mask))
         if mask.windowed and not self.windows:
-            raise self.no_window(mask, f"{able(mask)} do")
+            raise ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {able(mask)} do")
 
     def takes(self, mask: Band) -> bool:
         """Whether the variant does the mask with its default options."""
@@ -98,17 +92,9 @@ class Variant(Generic[Chosen]):
     def padding(self, options: Chosen, cu_seqlens: CuSeqlens, world: int) -> int:
         """The tokens to add at the end for whatever mask a call has, 0 where every sequence divides."""
         layouts = [self.border(world, options)]
-        if self.sharing(options, world) == 1:
+        if options.sharing(world) == 1:
             layouts += [self.q_layout(options, cu_seqlens, world, mask) for mask in (FULL, CAUSAL)]
         return max(layouts, key=lambda x: x.chunks).padding(cu_seqlens, world)
-
-    def padded(self, options: Chosen, padding: int) -> Chosen:
-        """The options for sequences with so many tokens of padding at their end."""
-        return options
-
-    def mask_of(self, options: Chosen) -> Mask | None:
-        """The mask that the layout was made for, and that a call has where none is given."""
-        return None
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
         """The band, if the mask is one band in every sequence: schedules have blocks for it. Any other mask is cut into
@@ -127,23 +113,20 @@ class Variant(Generic[Chosen]):
             f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; otherwise use {others}"
         )
 
-    def no_window(self, mask: Band, others: str) -> ValueError:
-        return ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {others}")
-
     def parse(self, options: Chosen | Mapping[str, Any] | None = None) -> Chosen:
         """Options by name as a dataclass, defaults for the rest. Raises ValueError for a name that the variant
         lacks."""
         if isinstance(options, Options):
             return options
         for option, value in (options or {}).items():
-            if option not in (*self.options.names(), *self.options.from_call()):
+            if option not in (*self.options.names(), *self.options.from_call):
                 known = ", ".join(self.options.names()) or "none"
                 raise ValueError(f"{option}={value!r}: {self.name} has no such option; its options: {known}")
         return self.options(**(options or {}))
 
     def border(self, world: int, options: Chosen) -> Layout:
         """The layout in which a rank's tensors come in and go back."""
-        outer, inner = self.outer(options), self.sharing(options, world)
+        outer, inner = self.outer(options), options.sharing(world)
         return replace(outer, inner=inner) if inner > 1 else outer
 
     def problem(
@@ -167,9 +150,9 @@ class Variant(Generic[Chosen]):
         if len(cu_seqlens) > 2 and not self.packs:
             raise ValueError(
                 f"a packed batch of {len(cu_seqlens) - 1} sequences: {self.name} takes batches of single sequences; use "
-                f"seqlens=null, or {words(v for v in REGISTERED.values() if v.packed)}, which are made for packed batches"
+                "seqlens=null, or llama3"
             )
-        sharing, border = self.sharing(chosen, world), self.border(world, chosen)
+        sharing, border = chosen.sharing(world), self.border(world, chosen)
         q_layout = self.q_layout(chosen, cu_seqlens, world, mask)
         # strictest layout first; with groups only the border, whose rule implies that of q_layout
         for layout in [border] if sharing > 1 else sorted({border, q_layout}, key=lambda x: -x.chunks):
@@ -188,23 +171,12 @@ class Variant(Generic[Chosen]):
             ulysses=sharing,
         )
 
-    def check_options(self, options: Chosen | Mapping[str, Any], heads: int, kv_heads: int, world: int) -> None:
-        """Raises ValueError for an option's value that does not go with these heads in this world."""
-        self.parse(options).check(heads, kv_heads, world)
-
-    def unsuitable(self, world: int, packed: bool, decode: bool) -> str | None:
-        """Why `auto` leaves this variant out, whatever its options, or None: it is for something else, or the same as
-        another."""
+    def unsuitable(self, world: int, decode: bool) -> str | None:
+        """Why `auto` leaves this variant out, whatever its options, or None: it is for something else."""
         if self.decode != decode:
             return f"{self.name} is {'a' if self.decode else 'no'} decode"
-        if self.benchmark_only is not None:
-            return self.benchmark_only
-        if decode:
-            return None
-        if self.layout.replicated != (world == 1):
+        if not decode and self.layout.replicated != (world == 1):
             return "nothing is sharded" if self.layout.replicated else "dense is the same in a world of one"
-        if self.twin is not None and self.packed != packed:
-            return f"the same as {self.twin}"
         return None
 
 
@@ -220,15 +192,20 @@ def register(variant: Variant[Any]) -> Variant[Any]:
 
 def words(variants: Iterable[Variant[Any]], last: str = "and") -> str:
     """Their names in a sentence."""
-    *names, end = sorted(v.name for v in variants)
+    *names, end = sorted(v.name for v in variants) or [""]
     return f"{', '.join(names)} {last} {end}" if names else end
+
+
+def sharded(takes: Callable[[Variant[Any]], bool], last: str = "and") -> str:
+    """As words, the variants of sharded batches under any mask for which `takes` holds, each by one name."""
+    able = (v for v in REGISTERED.values() if v.any_mask and not v.layout.replicated and not v.alias_of)
+    return words(filter(takes, able), last)
 
 
 def takers(mask: Mask, tokens: int) -> str:
     """As words, the variants for sharded batches that take this mask, with their default options."""
     causal = mask.is_causal(tokens)
-    able = (v for v in REGISTERED.values() if v.any_mask and (causal or v.takes(FULL)))
-    return words(v for v in able if not v.layout.replicated and not (v.packed and v.twin))
+    return sharded(lambda v: causal or v.takes(FULL))
 
 
 def ways_out(cu_seqlens: CuSeqlens, world: int, form: Band | Mask) -> str:
@@ -236,24 +213,21 @@ def ways_out(cu_seqlens: CuSeqlens, world: int, form: Band | Mask) -> str:
     if len(cu_seqlens) == 2:
         return ""
     causal = form.right == 0 if isinstance(form, Band) else form.is_causal(cu_seqlens[-1])
-    able = [v for v in REGISTERED.values() if v.any_mask and v.packs and not v.layout.replicated]
-    able = [v for v in able if (causal or v.takes(FULL)) and v.divides(cu_seqlens, world) and not (v.packed and v.twin)]
-    others = f", and {words(able, 'or')} would take these cu_seqlens" if able else ""
+    able = sharded(lambda v: (causal or v.takes(FULL)) and v.divides(cu_seqlens, world), "or")
+    others = f", and {able} would take these cu_seqlens" if able else ""
     return f"; shard(x, cu_seqlens, pad=True) pads the whole batch{others}"
+
+
+def able(mask: Band) -> str:
+    """As words, the variants of sharded batches that take this band, whatever mask a layout was made for."""
+
+    def takes(v: Variant[Any]) -> bool:
+        listed = (v.windows or not mask.windowed) and (mask.right == 0 or not v.causal_only)
+        return listed and not v.options.from_call and v.takes(mask)
+
+    return sharded(takes)
 
 
 def decodes() -> str:
     """The decodes, as words."""
     return words((v for v in REGISTERED.values() if v.decode), "or")
-
-
-def with_option(option: str) -> str:
-    """The variants with an option of this name, as words."""
-    return words((v for v in REGISTERED.values() if option in v.options.names()), "or")
-
-
-def able(mask: Band) -> str:
-    """As words, the any-mask variants for dense sharded batches whose default options take this mask."""
-    found = [v for v in REGISTERED.values() if v.any_mask and (v.windows or not mask.windowed)]
-    found = [v for v in found if mask.right == 0 or not v.causal_only]
-    return words(v for v in found if v.unsuitable(2, False, False) is None and v.takes(mask))

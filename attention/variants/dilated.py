@@ -138,6 +138,10 @@ class DilatedOptions(PairOptions):
                 "weights=detached: mixing=head_groups has no weights; use mixing=longnet, or weights=joint"
             )
 
+    def check_call(self, device: str, world: int, sinks: bool) -> None:
+        if sinks and self.weights == "detached":
+            raise ValueError("sinks: with weights=detached they have no gradient of their own; use weights=joint")
+
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
         groups = len(self.segments or SHORT_PAIRS)
@@ -332,7 +336,6 @@ def _without_padding(mask: Band | Mask, cu_seqlens: CuSeqlens) -> tuple[CuSeqlen
 
 DIVIDED = Mixture(PairOptions(), (0, 0))  # of no call: each call has its own
 SOURCE = "LongNet (Ding et al., 2023); head groups as in dilated-attention-pytorch (Odom, 2023)"
-LEFT_OUT = "dilated attention gives other numbers than attention under the call's mask"
 
 DILATED = register(
     Dilated(
@@ -346,7 +349,6 @@ DILATED = register(
         options=CopiedOptions,
         windows=False,
         mixes=True,
-        benchmark_only=LEFT_OUT,
     )
 )
 register(

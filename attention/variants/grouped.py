@@ -60,6 +60,5 @@ register(
         options=GroupedOptions,
         causal_only=True,
         windows=False,
-        benchmark_only="grouped is one rank's share, for measurement",
     )
 )

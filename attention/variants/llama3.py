@@ -26,6 +26,5 @@ register(
         schedule=GATHER,
         any_mask=True,
         options=GatherOptions,
-        packed=True,
     )
 )

@@ -33,7 +33,7 @@ AUTO = "auto"
 SUMMARY = "the fastest of a few variants, by trials of this call"
 # What `auto` chooses among, with default options. Over the results of this repository the fastest of these is on average 2.5% slower
 # than the fastest of all variants and options.
-SHORTLIST = ("dense", "ulysses", "zigzag_llama3", "zigzag", "llama3", "ring_allgather", "zigzag_varlen", "tree")
+SHORTLIST = ("dense", "ulysses", "zigzag_llama3", "zigzag", "llama3", "ring_allgather", "tree")
 
 
 def everything() -> dict[str, Variant[Any]]:
@@ -54,21 +54,20 @@ def variant(name: str) -> Variant[Any]:
 
 
 def shortlist(
-    cu_seqlens: CuSeqlens, world: int, mask: Band, heads: int, kv_heads: int, packed: bool, q_tokens: int | None
+    cu_seqlens: CuSeqlens, world: int, mask: Band, heads: int, kv_heads: int, q_tokens: int | None
 ) -> tuple[list[str], dict[str, str]]:
-    """The variants of `SHORTLIST` that can do a call, and by name the reasons of the others. packed: the tensors are a packed
-    batch. q_tokens: the queries of a decode, else None. Raises ValueError if no variant can do the call."""
+    """The variants of `SHORTLIST` that can do a call, and by name the reasons of the others. q_tokens: the queries of a decode, else None. Raises ValueError if no variant can do the call."""
     check_heads(heads, kv_heads)
     able: list[str] = []
     unsuitable: dict[str, str] = {}
     refusals: dict[str, str] = {}
     for name in SHORTLIST:
-        if reason := VARIANTS[name].unsuitable(world, packed, q_tokens is not None):
+        if reason := VARIANTS[name].unsuitable(world, q_tokens is not None):
             unsuitable[name] = reason
             continue
         try:
             VARIANTS[name].problem(cu_seqlens, world, mask, q_tokens=q_tokens)
-            VARIANTS[name].check_options({}, heads, kv_heads, world)
+            VARIANTS[name].parse().check(heads, kv_heads, world)
             able.append(name)
         except ValueError as error:
             refusals[name] = str(error)

@@ -25,7 +25,6 @@ _RING = register(
         schedule=RING,
         any_mask=True,
         options=HeadParts,
-        twin="ring_varlen",
     )
 )
 register(
@@ -35,7 +34,6 @@ register(
         summary="ring over packed batches: every sequence is cut into contiguous shards",
         source="Ring Attention (Liu et al., 2023), sequence by sequence as in ring-flash-attention (Zhu, 2024)",
         use="packed batches of many short sequences, each a multiple of W; long causal ones are imbalanced",
-        packed=True,
-        twin="ring",
+        alias_of="ring",
     )
 )

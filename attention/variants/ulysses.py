@@ -5,14 +5,12 @@ Source: DeepSpeed Ulysses (Jacobs et al., 2023)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attention.geometry.layouts import CONTIGUOUS
 from attention.geometry.options import HeadParts, check_sharing
 from attention.geometry.schedules import LOCAL
-from attention.masks.band import Band
-from attention.variants.base import Variant, register, with_option
+from attention.variants.base import Variant, register
 
 
 @dataclass(frozen=True)
@@ -22,21 +20,11 @@ class UlyssesOptions(HeadParts):
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
-        check_sharing("ulysses", world, heads, kv_heads, world, others=lambda: with_option("ulysses_size"))
-
-    @classmethod
-    def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[UlyssesOptions]:
-        each = kv_heads // world
-        return [cls(n) for n in (None, 1, 2, 4) if n is None or n == 1 or (each and each % n == 0)]
-
-
-class _Ulysses(Variant[UlyssesOptions]):
-    def sharing(self, options: UlyssesOptions, world: int) -> int:
-        return options.sharing(world)
+        check_sharing("ulysses", world, heads, kv_heads, world, variant="usp")
 
 
 register(
-    _Ulysses(
+    Variant(
         name="ulysses",
         summary="heads exchanged for sequence before and after a local call over the whole sequence",
         source="DeepSpeed Ulysses (Jacobs et al., 2023)",

@@ -4,7 +4,6 @@ Source: USP: A Unified Sequence Parallelism Approach for Long Context Generative
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from attention.geometry.layouts import CONTIGUOUS, Layout
@@ -30,17 +29,8 @@ class UspOptions(HeadParts):
         super().check(heads, kv_heads, world)
         check_sharing("usp", self.sharing(world), heads, kv_heads, world)
 
-    @classmethod
-    def candidates(cls, kv_heads: int, world: int, mask: Band) -> Iterable[UspOptions]:
-        """Not groups of one, which are zigzag or ring, nor one group, which is ulysses."""
-        rings = ["zigzag", "contiguous"] if mask.causal else ["contiguous"]
-        return [cls(ulysses_size=n, ring=ring) for n in divisors(world)[1:-1] for ring in rings]
-
 
 class _Usp(Variant[UspOptions]):
-    def sharing(self, options: UspOptions, world: int) -> int:
-        return options.sharing(world)
-
     def outer(self, options: UspOptions) -> Layout:
         return CONTIGUOUS if options.ring == "contiguous" else self.layout
 

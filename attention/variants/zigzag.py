@@ -29,7 +29,6 @@ _ZIGZAG = register(
         options=HeadParts,
         causal_only=True,
         any_mask=True,
-        twin="zigzag_varlen",
     )
 )
 register(
@@ -39,7 +38,6 @@ register(
         summary="zigzag over packed batches: every sequence is cut into 2W chunks",
         source="ring-flash-attention's zigzag ring over packed batches (Zhu, 2024)",
         use="packed batches of long causal sequences, each a multiple of 2W, where memory is short",
-        packed=True,
-        twin="zigzag",
+        alias_of="zigzag",
     )
 )

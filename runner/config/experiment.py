@@ -266,7 +266,7 @@ class Experiment:
     def call_options(self) -> dict[str, Any]:
         """The options, with those that the variant takes from its calls: the mask that a layout is made for."""
         of_call = {"mask": self.workload.whole_mask, "tokens": self.workload.seq_len}
-        names = self.chosen.options.from_call() if self.chosen else ()
+        names = self.chosen.options.from_call if self.chosen else ()
         return self.options | {name: of_call[name] for name in names}
 
     @property

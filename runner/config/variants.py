@@ -16,6 +16,7 @@ MODULES = (
     "dilated_multihead",
     "dilated_multihead_longnet",
 )  # measured with the projections and the LayerNorm around them
+PACKED = ("llama3", "ring_varlen", "zigzag_varlen")  # measured with packed batches, by default
 ONE_RANK = ("grouped",)  # one rank's share of a larger world: for world_size=1 only
 # the one-device baseline, by whether a variant is a decode and whether it mixes
 ON_ONE_DEVICE = {(False, False): "dense", (True, False): "tree", (False, True): "dilated_improved"}

@@ -44,7 +44,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        defaults = self.options.defaults()
+        defaults = VARIANTS[self.variant].parse().plain()
         return " ".join([self.variant, *(f"{k}={v}" for k, v in self.options.plain().items() if defaults[k] != v)])
 
     def problem(self, task: Task) -> Problem:

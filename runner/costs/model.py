@@ -3,14 +3,14 @@ candidates rather than to predict milliseconds."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from itertools import pairwise, product
+from typing import TYPE_CHECKING, Any
 
 from attention.geometry.counts import Shapes, sampled_places
-from attention.geometry.options import check_heads
+from attention.geometry.options import check_heads, divisors
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
@@ -22,6 +22,16 @@ from runner.costs.rates import Speed
 if TYPE_CHECKING:
     from runner.costs.dryrun import Event
 
+NAMES = tuple(name for name, v in VARIANTS.items() if not v.alias_of)
+LEFT_OUT = {
+    "balanced": "balanced is made for one mask, which is not known before the shards",
+    "grouped": "grouped is one rank's share, for measurement",
+}
+TRIED = {
+    "ulysses": ("head_parts",),
+    "usp": ("ulysses_size", "ring"),
+    "tree": ("reduce",),
+}  # options that may differ in time
 REPLAYED_WORTH = 1.05  # replayed estimates count as this much longer, for the memory that graphs keep
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its cost to the kernels around it
 COPY_SHARE = 0.85  # of it that the copies around a CUDA graph reach (docs/performance.md)
@@ -47,7 +57,7 @@ def task_of(
     )
 
 
-def choose(task: Task, machine: Machine, variants: Collection[str] = VARIANTS) -> Estimates:
+def choose(task: Task, machine: Machine, variants: Collection[str] = NAMES) -> Estimates:
     """The estimates of the candidates, which are of these variants. Raises ValueError, with every variant's reason, if none can do
     the task."""
     able, left_out = candidates(task, variants)
@@ -63,26 +73,24 @@ def choose(task: Task, machine: Machine, variants: Collection[str] = VARIANTS) -
             with suppress(ValueError):
                 found += _estimates(candidate, task, way)
     if not found:
-        suitable = {n for n, v in VARIANTS.items() if not v.unsuitable(task.world, task.packed, task.decode)}
+        suitable = {name for name in VARIANTS if not unsuitable(name, task)}
         reasons = dict.fromkeys(why for label, why in left_out.items() if label.split()[0] in suitable)
         raise ValueError(f"no variant can do this: {'; '.join(reasons)}")
     found.sort(key=lambda e: e.ms * (REPLAYED_WORTH if e.graphs else 1))
     return Estimates(tuple(found), left_out)
 
 
-def candidates(task: Task, variants: Collection[str] = VARIANTS) -> tuple[list[Candidate], dict[str, str]]:
+def candidates(task: Task, variants: Collection[str] = NAMES) -> tuple[list[Candidate], dict[str, str]]:
     """(the candidates that can do the task's mask, lengths and heads in this world, why the others can't, by label).
     Raises ValueError for heads that do not go together."""
     check_heads(task.shapes.heads, task.shapes.kv_heads)
     able: list[Candidate] = []
     left_out: dict[str, str] = {}
     for name in variants:
-        variant = VARIANTS[name]
-        reason = variant.unsuitable(task.world, task.packed, task.decode)
-        if reason:
+        if reason := unsuitable(name, task):
             left_out[name] = reason
             continue
-        for options in variant.options.candidates(task.shapes.kv_heads, task.world, task.mask):
+        for options in _settings(name, task):
             candidate = Candidate(name, options)
             try:
                 candidate.problem(task)
@@ -91,6 +99,30 @@ def candidates(task: Task, variants: Collection[str] = VARIANTS) -> tuple[list[C
             except ValueError as error:
                 left_out[candidate.label] = str(error)
     return able, left_out
+
+
+def unsuitable(name: str, task: Task) -> str | None:
+    """Why the variant is left out, whatever its options, or None."""
+    return LEFT_OUT.get(name) or VARIANTS[name].unsuitable(task.world, task.decode)
+
+
+def _settings(name: str, task: Task) -> Iterator[Any]:
+    """The variant's options with each combination of the values that may differ in time."""
+    options, kv_heads = VARIANTS[name].options, task.shapes.kv_heads
+    values = {}
+    for option in TRIED.get(name, ("heads_k_stride", "grouping")):
+        choices = options.choices(option, kv_heads, task.world)
+        if option == "ulysses_size":
+            choices = divisors(task.world)[1:-1]  # groups of one are zigzag or ring, and one group is ulysses
+        elif option == "head_parts":
+            choices = [None, *divisors(max(1, kv_heads // task.world))]
+        elif option == "heads_k_stride" and choices:
+            choices[-1:] = []
+            choices.insert(0, None)  # all, the default
+        if choices is not None:
+            values[option] = choices
+    for chosen in product(*values.values()):
+        yield options(**dict(zip(values, chosen, strict=True)))
 
 
 def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:

@@ -89,13 +89,10 @@ class YunchangOptions(Options):
     ulysses_size: int | None = option(None, lambda kv_heads, world: divisors(world))
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
-        ranks = ulysses_group(self.ulysses_size, world)
-        check_sharing("usp_yunchang", ranks, heads, kv_heads, world, replicates=False)
+        check_sharing("usp_yunchang", self.sharing(world), heads, kv_heads, world, replicates=False)
 
-
-class _Yunchang(Package[YunchangOptions]):
-    def sharing(self, options: YunchangOptions, world: int) -> int:
-        return ulysses_group(options.ulysses_size, world)
+    def sharing(self, world: int) -> int:
+        return ulysses_group(self.ulysses_size, world)
 
 
 class _Dilated(Package[PairOptions]):
@@ -242,7 +239,7 @@ _add(
     )
 )
 _add(
-    _Yunchang(
+    Package(
         name="usp_yunchang",
         summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
         source="yunchang 0.6.4 (Fang and Zhao, 2024)",

@@ -10,12 +10,11 @@ from omegaconf import DictConfig, open_dict
 
 from attention.geometry.counts import backward_flops, forward_flops
 from attention.masks.band import Band
-from attention.variants.registry import VARIANTS
 from runner.config import resolve
 from runner.config.experiment import Experiment
 from runner.costs.choice import Duration, Estimate, Estimates, Task
 from runner.costs.hardware import Machine
-from runner.costs.model import choose, task_of
+from runner.costs.model import NAMES, choose, task_of, unsuitable
 from runner.predict.topologies import Cluster
 from runner.predict.validation import calibrated
 from runner.report.modelled import PASSES, Kind, called
@@ -81,7 +80,7 @@ def rows(
     """Sorted by time, the impossible variants last; of each variant the best options, or `every` one. asked: variants; none: all
     that are made for such a call. Raises ValueError for what the model does not know."""
     made = task(spec)
-    variants = asked or [name for name, v in VARIANTS.items() if not v.unsuitable(made.world, made.packed, made.decode)]
+    variants = asked or [name for name in NAMES if not unsuitable(name, made)]
     kernel = kernel_of(cluster, made, spec.kernel)
     machine = cluster.machine(spec.world_size, lambda masks: kernel, spec.replay)
     where = spec.world_size, spec.workload.seq_len

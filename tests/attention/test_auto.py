@@ -66,8 +66,8 @@ def test_graphs_are_tried_beside_eager_calls_where_either_may_be_faster():
         attention.make("auto", kernel="flash4", replay="auto", device="cpu", **SIZES)
 
 
-def able(cu=(0, 1024), world=4, mask=CAUSAL, heads=8, packed=False, q_tokens=None) -> set[str]:
-    return set(shortlist(cu, world, mask, heads, heads, packed, q_tokens)[0])
+def able(cu=(0, 1024), world=4, mask=CAUSAL, heads=8, q_tokens=None) -> set[str]:
+    return set(shortlist(cu, world, mask, heads, heads, q_tokens)[0])
 
 
 def test_candidates_are_those_that_can_do_the_call():
@@ -76,8 +76,8 @@ def test_candidates_are_those_that_can_do_the_call():
     assert able(heads=6) == {"zigzag"} | gathers  # which the world does not divide
     assert able(mask=Band(64, 0)) == {"ulysses", "zigzag"} | gathers
     assert able(mask=FULL) == {"ulysses", "llama3", "ring_allgather"}
-    assert able((0, 512, 1024), packed=True) >= {"zigzag_varlen", "llama3"}
-    assert able((0, 511, 1024), packed=True) == {"ulysses", "llama3"}  # which cut the stream, not the sequences
+    assert able((0, 512, 1024)) >= {"zigzag", "llama3"}
+    assert able((0, 511, 1024)) == {"ulysses", "llama3"}  # which cut the stream, not the sequences
     assert able(mask=FULL, q_tokens=1) == {"tree"}
     assert able(world=1) == {"dense"}
     with pytest.raises(ValueError, match=r"no variant can do this: .*1000 would work"):

@@ -30,8 +30,11 @@ def groups() -> Iterator[list[Run]]:
 
 def is_candidate(name: str, options: str) -> bool:
     """Whether `auto` tries the variant with these options."""
-    defaults = VARIANTS[name].options.defaults()
-    return name in SHORTLIST and all(defaults.get(key, value) == value for key, value in json.loads(options).items())
+    variant = VARIANTS[name]
+    defaults = variant.parse().plain()
+    return (variant.alias_of or name) in SHORTLIST and all(
+        defaults.get(key, value) == value for key, value in json.loads(options).items()
+    )
 
 
 def regret(group: list[Run]) -> float | None:

@@ -64,7 +64,7 @@ def test_rows_that_see_nothing_are_0_with_an_lse_of_minus_infinity(name, which, 
     mask, rows = BLIND[which]
     rows = list(rows)
     options = {"ring": "contiguous"} if name == "usp" else {}
-    if "mask" in VARIANTS[name].options.from_call():
+    if "mask" in VARIANTS[name].options.from_call:
         options["mask"] = mask
     q, k, v = inputs()
     if VARIANTS[name].causal_only:
@@ -81,7 +81,7 @@ def test_rows_that_see_nothing_are_0_with_an_lse_of_minus_infinity(name, which, 
 @pytest.mark.parametrize("name", TAKE_ANY)
 def test_a_window_of_0_is_the_diagonal(name):
     options = {"ring": "contiguous"} if name == "usp" else {}
-    if "mask" in VARIANTS[name].options.from_call():
+    if "mask" in VARIANTS[name].options.from_call:
         options["mask"] = masks.sliding_window(0)
     q, k, v = inputs()
     fn = attention.make(name, **options)

@@ -35,7 +35,7 @@ def able(kind, world, cu_seqlens=(0, 64)):
     for name, variant in VARIANTS.items():
         for options in [{}, {"ring": "contiguous"}] if "ring" in variant.options.names() else [{}]:
             given = (
-                {"tokens": cu_seqlens[-1], "mask": masks.causal()} if "mask" in variant.options.from_call() else options
+                {"tokens": cu_seqlens[-1], "mask": masks.causal()} if "mask" in variant.options.from_call else options
             )
             try:
                 for band in bands:

@@ -8,6 +8,7 @@ import torch
 import attention
 from attention.masks.mask import Banded
 from attention.variants.registry import VARIANTS
+from runner.config.variants import PACKED
 from tests.jobs import masks as jobs
 from tests.support.masks import U, built
 
@@ -34,7 +35,7 @@ def settings(name: str, world: int) -> list[dict]:
 @pytest.mark.parametrize("world", (1, 2, 4))
 @pytest.mark.parametrize("name", TAKE_ANY)
 def test_every_mask_matches_fp64(in_world, name, world):
-    packed = VARIANTS[name].packed
+    packed = name in PACKED
     for options in settings(name, world):
         zigzag = VARIANTS[name].causal_only or (name == "usp" and not options)
         masks = CAUSAL if zigzag else ANY

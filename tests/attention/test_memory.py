@@ -11,9 +11,7 @@ from tests.jobs import memory
 
 TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16
 PLAIN = [(name, {}) for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
-FOR_PACKS = [
-    (v.name, {}) for v in VARIANTS.values() if v.twin and v.packed
-]  # for a single sequence they are the other variant
+FOR_PACKS = [(v.name, {}) for v in VARIANTS.values() if v.alias_of]  # for a single sequence they are the other variant
 WITH_OPTIONS = [
     ("zigzag", {"head_parts": 2}),
     ("zigzag_llama3", {"own_first": False}),

@@ -285,4 +285,4 @@ def test_phases_name_transfers_and_waits_apart(in_world):
 
 def test_parts_that_do_not_divide_a_ranks_heads_are_refused():
     with pytest.raises(ValueError, match=r"head_parts=3: must divide a rank's 4 KV heads; it may be \[1, 2, 4\]"):
-        VARIANTS["ulysses"].check_options({"head_parts": 3}, 8, 8, 2)
+        VARIANTS["ulysses"].parse({"head_parts": 3}).check(8, 8, 2)

@@ -6,6 +6,7 @@ import pytest
 
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
+from runner.config.variants import PACKED
 from tests.jobs import decodes, masks, numerics
 from tests.support import coverage as geometry
 from tests.support.gpus import need_one, worlds
@@ -121,7 +122,7 @@ def scaled(mask, world):
 @pytest.mark.parametrize("name", [name for name in SELF_ATTENTION if VARIANTS[name].any_mask])
 def test_masks_match_fp64(in_world, name, world):
     """By the kernel that auto takes, with head dims of which tile lists take one, and by FlashAttention-2's."""
-    packs = [0, 256 * world, 512 * world] if VARIANTS[name].packed else None
+    packs = [0, 256 * world, 512 * world] if name in PACKED else None
     given = [scaled(mask, world) for mask in MASKS]
     for kernel, head_dim in (("auto", 128), ("auto", 80), ("flash2", 64)):
         for found in in_world(
@@ -143,7 +144,7 @@ EXTRAS = (
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_sinks_softcap_and_value_heads_match_fp64(in_world, name, world):
-    packs = [0, 256 * world, 512 * world] if VARIANTS[name].packed else None
+    packs = [0, 256 * world, 512 * world] if name in PACKED else None
     for given, kernel in EXTRAS:
         (found,) = in_world(
             masks.compare, world, "cuda", name=name, options={}, masks=[{"name": "causal"}], tokens=512 * world,

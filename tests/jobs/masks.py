@@ -74,7 +74,7 @@ def compare(
     *whole, dout = (torch.randn(shape, generator=generator).to(me.device, DTYPES[dtype]) for shape in shapes)
     found: list[dict[str, Any]] = []
     for mask in map(built, masks):
-        made_for = {"mask": mask, "tokens": tokens} if "mask" in variant(name).options.from_call() else {}
+        made_for = {"mask": mask, "tokens": tokens} if "mask" in variant(name).options.from_call else {}
         fn = attention.make(name, kernel=kernel, transport=transport, **options, **made_for)
         shards = [fn.shard(x, packs).requires_grad_() for x in whole]
         mine = [] if logits is None else [logits.detach().requires_grad_()]

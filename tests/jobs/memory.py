@@ -148,7 +148,7 @@ def under_masks(me: Rank, names: list[str], sizes: list[int]) -> dict[str, dict[
 
 
 def _peak(name: str, mask: Mask, tokens: int) -> int:
-    made_for = {"mask": mask} if "mask" in variant(name).options.from_call() else {}
+    made_for = {"mask": mask} if "mask" in variant(name).options.from_call else {}
     fn = attention.make(name, **made_for)
     q, kv = (torch.randn(1, tokens, heads, 16) for heads in (2, 1))
     q, k, v, dout = (fn.shard(x).contiguous() for x in (q, kv, kv.clone(), q.clone()))

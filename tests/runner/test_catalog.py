@@ -5,6 +5,7 @@ from hydra import compose, initialize_config_module
 
 from attention.variants.registry import VARIANTS
 from runner import catalog
+from runner.config.variants import PACKED
 from runner.output import terminal
 from runner.peers import everything
 
@@ -34,7 +35,7 @@ def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
     assert f"partials {3 * 8 * 65 * 4 / 1024:.0f} KiB" in found["tree"]
     # a packed batch by default is another workload than the rows around it
     packed = {name for name in VARIANTS if "a packed batch of 4 sequences" in found[name]}
-    assert packed == {name for name, v in VARIANTS.items() if v.packed}
+    assert packed == set(PACKED)
 
 
 def test_costs_of_a_packed_batch_that_was_asked_for_are_alike(capsys):

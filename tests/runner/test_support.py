@@ -35,7 +35,7 @@ def test_sinks_softcap_and_values_of_another_size_are_honoured_or_refused_as_the
     monkeypatch.setattr(support, "WORLD", 1)
     tokens = 1 if VARIANTS[name].decode else support.TOKENS, support.TOKENS
     q, k = (torch.zeros(1, n, support.HEADS, support.HEAD_DIM, dtype=torch.bfloat16) for n in tokens)
-    options = {"mask": masks.causal()} if "mask" in VARIANTS[name].options.from_call() else {}
+    options = {"mask": masks.causal()} if "mask" in VARIANTS[name].options.from_call else {}
     calls = {"sinks": {"sinks": torch.zeros(support.HEADS)}, "softcap": {"softcap": 1.0}, "v_head_dim": {}}
     for kernel in ("math", "sdpa_flash"):
         fn = attention.make(name, kernel=kernel, **options)
@@ -57,7 +57,7 @@ def test_calls_are_refused_where_the_page_says_so(name, monkeypatch):
     for mask in support.EXAMPLES:
         expected = support.why_not(variant, KERNELS["math"], support.Setting(mask))
         chosen = support.EXAMPLES[mask]
-        options = {"mask": chosen} if "mask" in variant.options.from_call() else {}
+        options = {"mask": chosen} if "mask" in variant.options.from_call else {}
         q, k = torch.zeros(1, 1 if variant.decode else support.TOKENS, 1, 8), torch.zeros(1, support.TOKENS, 1, 8)
         fn = attention.make(name, kernel="math", **options)
         try:

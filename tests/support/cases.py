@@ -317,7 +317,7 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
 
 def _made(case: Case, mask: Mask | None, group: dist.ProcessGroup | None) -> attention.ContextParallel:
     options = dict(case.options)
-    if "mask" in variants()[case.variant].options.from_call():
+    if "mask" in variants()[case.variant].options.from_call:
         options["mask"] = mask or attention.masks.full()
     return attention.make(
         case.variant,

@@ -61,9 +61,9 @@ def settings(variant: Variant, world: int) -> list[dict[str, Any]]:
 def does(variant: Variant, mask: Band, options: Mapping[str, Any] | None = None) -> bool:
     if mask.windowed and ((options or {}).get("own_first") or (options or {}).get("grouping") == "fused"):
         return False
-    if variant.options.from_call():  # made for the causal mask, where none is given
+    if variant.options.from_call:  # made for the causal mask, where none is given
         return mask.right == 0
-    zigzag = variant.name == "usp" and {**variant.options.defaults(), **(options or {})}["ring"] == "zigzag"
+    zigzag = variant.name == "usp" and {**variant.parse().plain(), **(options or {})}["ring"] == "zigzag"
     if (zigzag or variant.causal_only) and mask.right != 0:
         return False
     return not (mask.windowed and not variant.windows)

@@ -114,8 +114,7 @@ def _check_automatic(run: Experiment) -> None:
     if not isinstance(call.mask, Band):
         variants = ", ".join(name for name, each in VARIANTS.items() if each.any_mask)
         raise ValueError(f"mask={call.mask}: attention=auto takes full, causal and windowed attention; take {variants}")
-    packed = bool(call.seqlens)
-    shortlist(call.cu_seqlens, run.world_size, call.mask, call.heads, call.kv_heads, packed, call.q_len)
+    shortlist(call.cu_seqlens, run.world_size, call.mask, call.heads, call.kv_heads, call.q_len)
 
 
 def check_replay(run: Experiment, cfg: DictConfig) -> None:

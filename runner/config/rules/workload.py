@@ -15,6 +15,7 @@ from runner.config.experiment import AttentionCall
 from runner.config.masks import NONE, NamedMask, named
 from runner.config.schema import DEFAULT_SIZES
 from runner.config.values import FINITE, LARGEST, InvalidConfig, above_zero, plain, shown, whole
+from runner.config.variants import PACKED
 
 MOST_SEQUENCES = 1 << 19  # of a packed batch
 DRAWN_BY = {"seqlens_mean": "random", "seqlens_std": "random", "seqlens_multiple": "real"}  # keys of drawn lengths
@@ -40,7 +41,7 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
     decode = q_len is not None
     # a mask by name has packed documents of its own, so that all variants have the same work; a model reads one sequence
     one = cfg.mask.name != NONE or cfg.chunk is not None or cfg.model.name != models.NONE
-    packed = chosen is not None and chosen.packed and not one
+    packed = chosen is not None and chosen.name in PACKED and not one
     lengths = None if decode else _lengths(cfg, sizes, packed, seed)
     if lengths is not None:
         sizes |= {"batch": 1, "seq_len": sum(lengths)}

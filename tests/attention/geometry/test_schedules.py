@@ -35,6 +35,7 @@ from attention.masks.mask import Banded
 from attention.transports.symmetric import stretches
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS, variant
+from runner.config.variants import PACKED
 from tests.support.coverage import (
     ANY_LENGTHS,
     DECODES,
@@ -437,7 +438,7 @@ def test_masks_that_a_variant_lacks_are_refused_with_a_way_out_that_works(name):
                 continue
             text = refusal(chosen, cu, world, mask, options)
             assert name in text
-            if chosen.options.from_call():
+            if chosen.options.from_call:
                 assert text.startswith(f"mask={mask.describe()}: ") and "make another" in text
                 chosen.problem(cu, world, mask, {**options, "mask": Banded.of(mask)})
                 continue
@@ -470,7 +471,7 @@ def test_variants_that_balance_the_causal_mask_refuse_others(name):
 @every_world
 def test_every_variant_takes_packed_batches_and_those_made_for_them_say_so(name, world):
     chosen = VARIANTS[name]
-    if chosen.packed:
+    if name in PACKED:
         assert re.search(r"\bpack(s|ed)?\b", f"{chosen.summary} {chosen.use}"), name
     cu = cumulated((2 * world, 8 * world, 4 * world))
     assert chosen.problem(cu, world, CAUSAL).cu_seqlens == cu
@@ -547,14 +548,14 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
             for n in divisors(world):
                 options = {"ulysses_size": n}
                 if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0):
-                    usp.check_options(options, heads, kv_heads, world)
+                    usp.parse(options).check(heads, kv_heads, world)
                     continue
                 with pytest.raises(ValueError, match=f"heads={heads}, kv_heads={kv_heads}: ") as error:
-                    usp.check_options(options, heads, kv_heads, world)
+                    usp.parse(options).check(heads, kv_heads, world)
                 offers = re.findall(r"\d+", str(error.value).split("ulysses_size ")[1])
                 assert offers and str(n) not in offers
                 for offer in offers:
-                    usp.check_options({"ulysses_size": int(offer)}, heads, kv_heads, world)
+                    usp.parse({"ulysses_size": int(offer)}).check(heads, kv_heads, world)
 
 
 @pytest.mark.parametrize(
@@ -568,25 +569,25 @@ def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(
 def test_an_option_takes_the_values_of_the_table_and_refuses_others_with_the_nearest(name, option, values):
     chosen = VARIANTS[name]
     for value in values:
-        chosen.check_options({option: value}, 8, 8, 2)
+        chosen.parse({option: value}).check(8, 8, 2)
         typo = value[:-1] + "_"
         with pytest.raises(ValueError, match=f"{option}={typo}: did you mean .*{value}"):
-            chosen.check_options({option: typo}, 8, 8, 2)
+            chosen.parse({option: typo}).check(8, 8, 2)
     with pytest.raises(ValueError) as error:
-        chosen.check_options({option: "?"}, 8, 8, 2)
+        chosen.parse({option: "?"}).check(8, 8, 2)
     assert all(value in str(error.value) for value in values)
 
 
 def test_a_reduction_left_open_is_fused_where_ranks_can_write_to_each_other():
     tree, ring = VARIANTS["tree"], VARIANTS["ring"]
     assert tree.parse().reduce is None
-    tree.check_options({}, 8, 8, 2)
+    tree.parse().check(8, 8, 2)
     assert tree.parse().resolved(writable=True) == tree.parse({"reduce": "fused"})
     assert tree.parse().resolved(writable=False) == tree.parse({"reduce": "packed"})
     assert tree.parse({"reduce": "two"}).resolved(writable=True).reduce == "two"
     assert ring.parse().resolved(writable=True) == ring.parse()
     with pytest.raises(ValueError, match="grouping=None"):
-        VARIANTS["zigzag_llama3"].check_options({"grouping": None}, 8, 8, 2)
+        VARIANTS["zigzag_llama3"].parse({"grouping": None}).check(8, 8, 2)
 
 
 def test_the_geometry_imports_without_torch():

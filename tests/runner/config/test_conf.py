@@ -24,7 +24,7 @@ from runner.config.resolve import run_name
 from runner.config.rules import model as model_rules
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
-from runner.config.variants import BEST
+from runner.config.variants import BEST, PACKED
 from runner.measure.attention_work import DTYPES
 from runner.peers import PEERS, everything
 from tests.support.composing import composed, configured, resolved
@@ -84,7 +84,7 @@ def test_every_model_has_a_default_variant_for_its_masks_that_another_choice_rep
     assert composed(f"model={model}", "attention=ulysses").attention.name == "ulysses"
 
 
-@pytest.mark.parametrize("variant", [name for name, v in VARIANTS.items() if v.packed])
+@pytest.mark.parametrize("variant", PACKED)
 def test_a_model_s_text_is_no_packed_batch(variant):
     spec = resolved("model=decoder_tiny", f"attention={variant}", "hardware=cpu", "world_size=2")
     assert (spec.variant, spec.workload.seqlens) == (variant, None)
@@ -192,7 +192,7 @@ def test_every_variant_has_its_file_with_its_options():
     assert set(groups()["attention"]) - presets == {AUTO, *everything()}
     assert plain(composed("attention=auto").attention) == {"name": AUTO}
     for name, variant in everything().items():
-        assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.options.defaults()}
+        assert plain(composed(f"attention={name}").attention) == {"name": name, **variant.parse().plain()}
 
 
 @pytest.mark.parametrize("choice", [choice for choice in groups()["attention"] if choice.endswith("_best")])

@@ -19,6 +19,7 @@ from runner.config.groups import groups
 from runner.config.resolve import identity, key_of, run_name
 from runner.config.rules.machine import MachineLimits, check_fits, input_bytes
 from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.variants import PACKED
 from runner.output import reader
 from tests.support.composing import composed, python, resolved
 
@@ -357,7 +358,7 @@ def test_cuda_without_gpus_does_not_suggest_fewer_ranks():
 @pytest.mark.parametrize("world", [3, 7])
 def test_the_length_that_a_message_suggests_works(name, length, world):
     options = [f"attention={name}", f"world_size={world}", "heads=21"]
-    sized = "seqlens=[{}]" if VARIANTS[name].packed else "seq_len={}"
+    sized = "seqlens=[{}]" if name in PACKED else "seq_len={}"
     with pytest.raises(InvalidConfig) as refusal:
         resolved(*options, sized.format(length))
     better = re.search(r"(\d+) would work", str(refusal.value))[1]
@@ -392,7 +393,7 @@ def test_where_there_is_a_backward_it_runs_by_default_and_queries_are_as_many_as
     assert resolved(f"attention={name}", "world_size=1", "mode=forward").mode == "forward"
 
 
-@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.packed])
+@pytest.mark.parametrize("name", PACKED)
 def test_the_default_packed_batch_is_an_eighth_a_quarter_a_half_and_an_eighth_of_every_batch_element(name):
     work = resolved(f"attention={name}", "batch=2", "seq_len=64").workload
     assert work.seqlens == (8, 16, 32, 8) * 2
@@ -402,7 +403,7 @@ def test_the_default_packed_batch_is_an_eighth_a_quarter_a_half_and_an_eighth_of
     assert "128 tokens in 8 sequences" in work.describe()
 
 
-@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if not v.packed and not v.decode])
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if name not in PACKED and not v.decode])
 def test_other_variants_take_packed_batches_only_when_asked(name):
     assert resolved(f"attention={name}", "world_size=1").workload.seqlens is None
     work = resolved(f"attention={name}", "world_size=1", "seqlens=[32,8,24]").workload

@@ -14,7 +14,7 @@ SMALL = ("seq_len=64", "batch=1", "head_dim=16", "dtype=fp32", "hardware=cpu", "
 
 
 def labels(name: str, heads: int, kv_heads: int, world: int, mask=CAUSAL, **options):
-    given = {**variant(name).options.defaults(), **options}
+    given = {**variant(name).parse().plain(), **options}
     asked = [option for option, value in given.items() if value == "best"]
     able, left_out = settings(variant(name), given, heads, kv_heads, (0, 64), world, mask)
     return [setting_label(setting, asked) for setting in able], left_out

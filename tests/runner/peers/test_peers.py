@@ -172,7 +172,7 @@ def test_context_parallel_of_pytorch_needs_cuda():
 def test_ulysses_ranks_share_the_kv_heads_evenly():
     usp = PEERS["usp_yunchang"]
     with pytest.raises(ValueError, match=r"kv_heads=2: .* usp_yunchang with ulysses_size 1 or 2 would work"):
-        usp.check_options({"ulysses_size": 4}, 8, 2, 4)
+        usp.parse({"ulysses_size": 4}).check(8, 2, 4)
 
 
 def test_the_bytes_of_a_package_are_null_in_its_metrics():
