@@ -186,7 +186,7 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     _check_call(spec, settings)
     place, head = divmod(settings.rank, problem.ulysses)
     parts = problem.schedule.parts(problem, shape.heads, shape.kv_heads)
-    problems = [(_part_spec(spec, c), c.problem, c.place(place)) for c in parts] or [(spec, problem, place)]
+    problems = [(_part_spec(spec, c), c.problem, place % c.problem.world) for c in parts] or [(spec, problem, place)]
     bound = [_bound(of, settings, mine, at) for of, mine, at in problems]
     kernel, steps = bound[0]
     if settings.calls.compare:  # before `connect`, which is collective
@@ -227,7 +227,8 @@ def _bound(spec: CallSpec, settings: Settings, problem: Problem, place: int) -> 
 
 
 def _part_spec(spec: CallSpec, c: Subproblem) -> CallSpec:
-    shape = replace(spec.shape, heads=c.heads, kv_heads=c.kv_heads, packed=False, tokens=c.tokens)
+    tokens = c.fold * c.problem.cu_seqlens[-1] // c.problem.world
+    shape = replace(spec.shape, heads=c.heads, kv_heads=c.kv_heads, packed=False, tokens=tokens)
     return spec._replace(shape=shape, packed=False)
 
 

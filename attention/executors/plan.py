@@ -90,11 +90,6 @@ class Plan:
     lengths: KeyLengths = None
     graphs: bool = False  # calls are replayed from CUDA graphs
 
-    @cached_property
-    def pool(self) -> dict[Hashable, torch.Tensor]:
-        """Scratch buffers, reused by every forward and backward of this plan. Each writes a buffer before it reads it."""
-        return {}
-
     def rank_at(self, place: int) -> int:
         """The rank that this rank reaches at a place of the schedule."""
         return place * self.problem.ulysses + self.head
@@ -105,7 +100,7 @@ class Plan:
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
-        """What an executor derives from the plan once, for all calls."""
+        """What an executor keeps with the plan, for all calls."""
         return {}
 
     @cached_property
@@ -190,9 +185,7 @@ def part_plan(plan: Plan, part: Subproblem, kernel: Kernel, steps: tuple[Planned
     return replace(
         plan,
         problem=part.problem,
-        rank=part.place(plan.rank),
-        heads=part.heads,
-        kv_heads=part.kv_heads,
+        rank=plan.rank % part.problem.world,
         packed=False,
         want_lse=True,
         sinks=False,

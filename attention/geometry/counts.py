@@ -89,7 +89,7 @@ def head_pairs(problem: Problem, heads: int, kv_heads: int) -> int:
 
 def place_flops(problem: Problem, shapes: Shapes, place: int) -> int:
     """Forward FLOPs of a rank at this place in the schedule, which all ranks of a Ulysses group share."""
-    found = (forward_flops(of, rank_pairs(c.problem, c.place(place))) for c, of in parts(problem, shapes))
+    found = (forward_flops(of, rank_pairs(c.problem, place % c.problem.world)) for c, of in parts(problem, shapes))
     return sum(found) // problem.ulysses
 
 
@@ -115,7 +115,7 @@ def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) ->
     """The fewest bytes of device memory that a rank's kernels move: each block's inputs and outputs once."""
     total = 0
     for part, of in parts(problem, shapes):
-        for step in steps(part.problem, part.place(rank // problem.ulysses)):
+        for step in steps(part.problem, rank // problem.ulysses % part.problem.world):
             q_rows = sum(b.q[1] - b.q[0] for b in step.blocks) * of.heads // problem.ulysses
             kv_rows = length(union(b.k for b in step.blocks)) * local_kv_heads(problem, of)
             # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv

@@ -74,7 +74,7 @@ class Options:
 
     def plain(self) -> dict[str, Any]:
         """By name, as YAML and results have them."""
-        return {name: getattr(self, name) for name in self.names()}
+        return {name: [*x] if isinstance(x := getattr(self, name), tuple) else x for name in self.names()}
 
     @property
     def uncapturable(self) -> str | None:

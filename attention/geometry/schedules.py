@@ -218,27 +218,13 @@ class Problem:
 @dataclass(frozen=True)
 class Subproblem:
     """A problem that a call consists of: of so many query and KV heads, over `fold` stretches of each sequence as a batch.
-    `copies`: the ranks that each have such a problem."""
+    `copies`: the ranks that each have such a problem. Its schedule has as many places as the call's, or one."""
 
     heads: int
     kv_heads: int
     problem: Problem
     fold: int
     copies: int
-
-    @property
-    def local(self) -> bool:
-        """Whether no key travels."""
-        return self.problem.world == 1
-
-    @property
-    def tokens(self) -> int:
-        """Of a rank."""
-        return self.fold * self.problem.cu_seqlens[-1] // self.problem.world
-
-    def place(self, place: int) -> int:
-        """The place in this problem's schedule of the rank at a place in the call's."""
-        return 0 if self.local else place
 
 
 def _cut(problem: Problem, rank: int, keys: Places) -> cuts.Cut:

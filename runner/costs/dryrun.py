@@ -171,7 +171,7 @@ def _plan(
         options=options.resolved(False),
         steps=() if parts else plan_steps(problem, place, like, packed, META),
     )
-    steps = (plan_steps(c.problem, c.place(place), like, False, META) for c in parts)
+    steps = (plan_steps(c.problem, place % c.problem.world, like, False, META) for c in parts)
     of_parts = (part_plan(plan, c, kernel, x) for c, x in zip(parts, steps, strict=True))
     return replace(plan, parts=tuple(zip(parts, of_parts, strict=True)))
 

@@ -15,12 +15,12 @@ from typing import Any
 
 from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens
 from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
-from attention.geometry.schedules import GATHER, RING, Problem
+from attention.geometry.schedules import GATHER, LOCAL, RING, Problem
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.variants import stripe, zigzag
 from attention.variants.base import Chosen, Variant
-from attention.variants.dilated import DIVIDED, Mixture, PairOptions, mixture_problem
+from attention.variants.dilated import Dilated, Mixture, PairOptions
 from attention.variants.llama3 import PACKED
 
 EXTRA = "pip install '.[peers]'"
@@ -95,7 +95,7 @@ class YunchangOptions(Options):
         return ulysses_group(self.ulysses_size, world)
 
 
-class _Dilated(Package[PairOptions]):
+class _Dilated(Dilated[PairOptions], Package[PairOptions]):
     def missing(self, device: str) -> str | None:
         reason = super().missing(device)
         if reason is None and importlib.util.find_spec("einops") is None:
@@ -116,14 +116,8 @@ class _Dilated(Package[PairOptions]):
         options: PairOptions | Mapping[str, Any] | None = None,
         q_tokens: int | None = None,
     ) -> Problem:
-        found = mixture_problem(self, cu_seqlens, world, mask, self.parse(options))
-        mixture, tokens = _mixture(found), cu_seqlens[-1]
-        if len(mixture.sequences) > 2:
-            raise ValueError(
-                f"a packed batch of {len(mixture.sequences) - 1} sequences: {self.name} takes batches of single sequences; use "
-                "seqlens=null, or dilated"
-            )
-        segments = [segment for segment, _ in mixture.pairs]
+        found = super().problem(cu_seqlens, world, mask, options)
+        tokens, segments = cu_seqlens[-1], [segment for segment, _ in _mixture(found).pairs]
         if any(tokens % segment for segment in segments):
             shorter = tokens // (unit := lcm(*(x for x in segments if x < tokens))) * unit
             raise ValueError(
@@ -283,7 +277,7 @@ _add(
         source="dilated-attention-pytorch 0.2.0 (Odom, 2023), after LongNet (Ding et al., 2023)",
         use="a comparison with dilated",
         layout=REPLICATED,
-        schedule=DIVIDED,
+        schedule=LOCAL,
         options=PairOptions,
         windows=False,
         packs=False,
