@@ -35,7 +35,6 @@ from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, Subproblem, masks
 from attention.kernels import Call, Kernel, Shape
-from attention.kernels.by_element import ByElement
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
 from attention.masks.band import FULL, Band
@@ -162,7 +161,7 @@ def _decode_plan(spec: CallSpec, batch: int, settings: Settings, plans: Plans, c
         plans.add(key, found)
     _check_share(spec, settings)
     lengths = spec.kv_lengths
-    if isinstance(lengths, Tensor) and isinstance(found.kernel, ByElement):
+    if isinstance(lengths, Tensor) and "kv_lengths" not in found.kernel.features:
         lengths = check_range(on_host(lengths), spec.cu_seqlens[-1])
     if found.problem.cu_seqlens != spec.cu_seqlens or not _same(found.lengths, lengths):
         found = resized(found, spec.cu_seqlens, _like(spec, settings), lengths, spec.device)
@@ -307,9 +306,7 @@ def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
         if kernel.refuses(spec.shape, FULL):  # it has no packed calls: all ranks see here whether it can do the mask
             kernel.check(_like(spec, settings).under(Pattern(tokens, tokens, rows)))
         return kernel
-    chosen = kernels.select(wanted, spec.shape, masks(problem), variant.decode)
-    reads_lengths = "kv_lengths" in chosen.features
-    return chosen if spec.lengths_on is None or reads_lengths else ByElement(chosen)
+    return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
 
 
 def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> Asked:

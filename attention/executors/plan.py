@@ -31,7 +31,6 @@ from attention.geometry.transfers import (
 from attention.gpu.priority_stream import Inline, PriorityStream
 from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel
-from attention.kernels.by_element import ByElement
 from attention.kernels.interface import KvLengths
 from attention.masks.pattern import Pattern
 from attention.transports import Message, Messages, Transport
@@ -200,7 +199,7 @@ def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, 
     problem, ends = replace(plan.problem, cu_seqlens=cu_seqlens), _ends(lengths, cu_seqlens[-1])
     world, most = problem.world, decodes.most_seen(problem, ends) if len(plan.steps) > 1 else 0
     mine, changed = decodes.block(problem, plan.rank, ends), []
-    tensor = _tensor(lengths, torch.device("cpu") if isinstance(plan.kernel, ByElement) else device)
+    tensor = _tensor(lengths, device if "kv_lengths" in plan.kernel.features else torch.device("cpu"))
     for i, step in enumerate(plan.steps):
         remote = step.owner != plan.rank
         block = decodes.block(problem, step.owner, ends) if remote else mine

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from attention.errors import UnsupportedCall, nearest
-from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash, name_of
+from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash
 from attention.kernels.cudnn_flex import CudnnFlex
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
 from attention.kernels.flex import Flex
-from attention.kernels.interface import Call, Kernel, Pair, Shape, Triple, lacks
-from attention.kernels.math import Math
+from attention.kernels.interface import Call, Kernel, Pair, Shape, lacks, name_of
+from attention.kernels.math import MATH
 from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.xformers import Xformers
@@ -32,13 +32,7 @@ class Absent(Kernel):
     def missing(self, device: str) -> str | None:
         return self.reason
 
-    def refuses(self, shape: Shape, mask: Band) -> str | None:
-        return self.reason
-
     def forward(self, *_: Any, **__: Any) -> Pair:
-        raise UnsupportedCall(self.reason)
-
-    def backward(self, *_: Any, **__: Any) -> Triple:
         raise UnsupportedCall(self.reason)
 
 
@@ -56,7 +50,7 @@ def _triton_kernels() -> list[Kernel]:
 
 
 _ALL: list[Kernel] = [
-    Math(),
+    MATH,
     SdpaFlash(),
     SdpaCudnn(),
     SdpaEfficient(),

@@ -3,8 +3,6 @@ batches are treated alike, as patterns."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,13 +12,11 @@ from attention.errors import UnsupportedCall
 from attention.gpu.private import CUDNN_FLEX
 from attention.gpu.uploads import held
 from attention.kernels import cudnn_package
-from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.flash4_package import as_taken
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
+from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Triple, dtype_rule, head_dim_rule
 from attention.kernels.tile_lists import most_at_once, row_intervals, tiles_of
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
-from attention.masks.rectangles import rectangle, rectangles
 
 MOST_INTERVALS = 16
 
@@ -40,7 +36,7 @@ class CudnnFlex(Kernel):
             return (
                 f"v_head_dim={dv}: its backward needs as many KV heads as heads, not {shape.kv_heads} of {shape.heads}"
             )
-        return half_only(shape) or (None if (d, dv) == (192, 128) else head_dim_rule(shape, 128))
+        return dtype_rule(shape.dtype, HALF) or (None if (d, dv) == (192, 128) else head_dim_rule(shape, 128))
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         needed = most_at_once(tiles_of(pattern).rows)
@@ -75,18 +71,9 @@ def _functions() -> Any:
     return CUDNN_FLEX.of(module)
 
 
-@lru_cache(maxsize=64)
-def _pattern(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> Pattern:
-    """A band within each sequence."""
-    q, k = (list(accumulate(lengths, initial=0)) for lengths in (q_lengths, k_lengths))
-    rows = [rectangle((q[i], q[i + 1]), (k[i], k[i + 1]), mask) for i in range(len(q_lengths))]
-    return Pattern(q[-1], k[-1], rectangles(rows))
-
-
 def _plan(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Any:
     """The package's plan of a pattern; kept with it."""
-    lengths = call.q_lengths or (q.shape[1],), call.k_lengths or (k.shape[1],)
-    pattern = call.pattern or _pattern(call.mask, *lengths)
+    pattern = call.as_pattern(q.shape[1], k.shape[1])
     key = ("cudnn_flex", q.device, q.dtype, q.shape, k.shape, v.shape)
     if key not in pattern.kept:
         rows = tiles_of(pattern).rows

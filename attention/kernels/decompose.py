@@ -1,130 +1,110 @@
-"""Every call, made of calls that do one dense rectangle only (full, causal and square, or with a small explicit mask).
+"""Calls made of smaller ones: results over the same queries are merged by their LSEs, gradients are summed. The backward takes
+each part's gradients with the final out and lse, so they add up to the exact gradients of the whole.
 
-Packed batches go sequence by sequence. A rectangular causal mask is split into a full and a square part. Windows go in
-chunks of queries. Parts over the same queries are merged by their LSEs. The backward takes each part's gradients with
-the final out and lse, so they add up to the exact gradients of the whole."""
+A kernel that does one dense rectangle only (full, causal and square, or with a small explicit mask) gets packed batches
+sequence by sequence, a rectangular causal mask as a full and a square part, and windows in chunks of queries."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.kernels.interface import Call, Into, Kernel, Pair, Triple, batch_of_one, settle
-from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
+from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
-from attention.tensors import result_like, take
+from attention.reduction.stepwise import Stepwise
+from attention.tensors import TOKENS, result_like, take
+
+if TYPE_CHECKING:
+    from attention.kernels.interface import Call
 
 WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512, 512 + window]
 
-Part = tuple[Interval, Interval, Band]
+Tensors = Sequence[Tensor]  # q, k, v of a forward; dout, q, k, v, out, lse of a backward
+SIDES = {3: "qkk", 6: "qqkkql"}  # the side of each of them: queries, keys, or the lse of queries
 
 
-class Decomposed(Kernel):
-    """A kernel whose every call is made of its own rectangles. A rectangle's mask is full, causal with Sq == Sk, or (unless the
-    kernel refuses windows) a band over a small rectangle. Shapes as in a dense `Call`."""
+class Part(NamedTuple):
+    q: Intervals
+    k: Intervals
+    call: Call
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-        raise NotImplementedError
-
-    def rectangle_backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
-    ) -> Triple:
-        raise NotImplementedError
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        if q.dim() == 3:
-            return batch_of_one(self.attend, (q, k, v), call, into)
-        if _whole(call, q, k):
-            return settle(self.rectangle(q, k, v, call), into)
-        pieces = _pieces(call, q, k)
-        total = Accumulator(result_like(q, v), [(rows,) for rows, _, _ in pieces], into)
-        for rows, keys, mask in pieces:
-            total.add(*self.rectangle(take(q, (rows,)), take(k, (keys,)), take(v, (keys,)), call.under(mask)))
-        return total.result()
-
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
-        if q.dim() == 3:
-            return batch_of_one(self.gradients, (dout, q, k, v, out, lse), call, into)
-        if _whole(call, q, k):
-            return settle(self.rectangle_backward(dout, q, k, v, out, lse, call), into)
-        pieces = _pieces(call, q, k)
-        queries = Sum([q], [(rows,) for rows, _, _ in pieces], into and into[:1])
-        keys_and_values = Sum([k, v], [(keys,) for _, keys, _ in pieces], into and into[1:])
-        for rows, keys, mask in pieces:
-            of_queries, of_keys = (partial(take, intervals=(interval,)) for interval in (rows, keys))
-            dq, dk, dv = self.rectangle_backward(
-                of_queries(dout),
-                of_queries(q),
-                of_keys(k),
-                of_keys(v),
-                of_queries(out),
-                of_queries(lse, dim=-1),
-                call.under(mask),
-            )
-            queries.add(dq)
-            keys_and_values.add(dk, dv)
-        return *queries.result(), *keys_and_values.result()  # type: ignore[return-value]
+    def of(self, tensors: Tensors) -> list[Tensor]:
+        places = {"q": (self.q, TOKENS), "k": (self.k, TOKENS), "l": (self.q, -1)}
+        return [take(x, *places[side]) for x, side in zip(tensors, SIDES[len(tensors)], strict=True)]
 
 
-def parts(mask: Band, sq: int, sk: int) -> list[Part]:
-    """Disjoint rectangles (queries, keys, mask) that cover the pairs of the mask; each is full, causal and square, or a
-    band."""
-    if sq == 0 or sk == 0:
-        return []
-    if mask.full:
-        return [((0, sq), (0, sk), FULL)]
-    if mask.causal:
-        shift = sk - sq
-        if shift < 0:  # the first rows see nothing
-            return [((-shift, sq), (0, sk), CAUSAL)]
-        square: Part = ((0, sq), (shift, sk), CAUSAL)
-        return [((0, sq), (0, shift), FULL), square] if shift else [square]
-    found = []
-    shift = sk - sq
-    rows = min(WINDOW_CHUNK, sk)
-    for start in range(0, sq, rows):
-        stop = min(start + rows, sq)
-        piece = tile(mask, (start + shift, stop + shift), (0, sk))
-        if piece is not None:
-            (a, b), (c, d), band = piece
-            # a window, cut to a chunk, may be full or causal
-            inner = [((0, b - a), (0, d - c), band)] if band.windowed else parts(band, b - a, d - c)
-            at = a - shift
-            found += [((at + i, at + j), (c + m, c + n), band) for (i, j), (m, n), band in inner]
-    return found
+def by_parts(compute: Callable[..., Any], tensors: Tensors, parts: Sequence[Part], into: Any) -> Any:
+    """The results of a forward or a backward, `compute`, from those of its parts. Queries without a part have out 0 and lse
+    -inf, and gradients without one are 0."""
+    if tensors[0].dim() == 3:
+        return batch_of_one(partial(by_parts, compute), tensors, parts, into)
+    rows, keys = [part.q for part in parts], [part.k for part in parts]
+    totals: list[tuple[Stepwise, slice]]
+    if len(tensors) == 3:
+        q, _, v = tensors
+        totals = [(Accumulator(result_like(q, v), rows, into), slice(2))]
+    else:
+        _, q, k, v, *_ = tensors
+        totals = [(Sum([q], rows, into and into[:1]), slice(1)), (Sum([k, v], keys, into and into[1:]), slice(1, 3))]
+    for part in parts:
+        results = compute(*part.of(tensors), part.call, None)
+        for total, own in totals:
+            total.add(*results[own])
+    return tuple(x for total, _ in totals for x in total.result())
+
+
+def batch_of_one(compute: Callable[..., Any], tensors: Tensors, how: Any, into: Any) -> Any:
+    """`compute`, which takes tensors with a batch dim, of tensors without."""
+    results = compute([x[None] for x in tensors], how, into and tuple(x[None] for x in into))
+    return into or tuple(x[0] for x in results)
+
+
+def rectangles_of(call: Call, sq: int, sk: int) -> list[Part] | None:
+    """The parts of a call, each full, causal and square, or a band over a small rectangle. None: the call is one of the
+    first two as it is."""
+    if not call.packed and (call.mask.full or (call.mask.causal and sq == sk)):
+        return None
+    parts, q, k = [], 0, 0
+    for n_q, n_k in call.sequences(sq, sk):
+        for rows, keys, mask in cut(call.mask, (q, q + n_q), (k, k + n_k)):
+            parts.append(Part((rows,), (keys,), call.under(mask)))
+        q, k = q + n_q, k + n_k
+    return parts
+
+
+def cut(mask: Band, q: Interval, k: Interval) -> Iterator[tuple[Interval, Interval, Band]]:
+    """Disjoint rectangles (queries, keys, mask) that cover the pairs of the mask between queries and keys of one sequence."""
+    (a, b), (c, d) = q, k
+    square = min(b - a, d - c)
+    if mask.windowed:
+        first = max(a, b - (d - c) - mask.right) if mask.right >= 0 else a  # the first row with keys
+        rows_at_once = min(WINDOW_CHUNK, d - c) or 1
+        for start in range(first, b, rows_at_once):
+            piece = tile(mask, (start + d - b, min(start + rows_at_once, b) + d - b), k)
+            if piece is not None:
+                (i, j), keys, band = piece
+                rows = i - d + b, j - d + b
+                # a window, cut to a chunk, may be full or causal
+                yield from [(rows, keys, band)] if band.windowed else cut(band, rows, keys)
+    elif mask.full and square:
+        yield q, k, FULL
+    elif square:
+        if square < d - c:
+            yield q, (c, d - square), FULL
+        yield (b - square, b), (d - square, d), CAUSAL
 
 
 def band_matrix(mask: Band, sq: int, sk: int, device: torch.device) -> Tensor:
     """The mask as a boolean `[sq, sk]`, for small rectangles and tests."""
-    i = torch.arange(sq, device=device).unsqueeze(1) + (sk - sq)
-    j = torch.arange(sk, device=device).unsqueeze(0)
+    distance = torch.arange(sk, device=device) - torch.arange(sk - sq, sk, device=device).unsqueeze(1)  # of keys behind
     keep = torch.ones(sq, sk, dtype=torch.bool, device=device)
     if mask.left >= 0:
-        keep &= j >= i - mask.left
+        keep &= distance >= -mask.left
     if mask.right >= 0:
-        keep &= j <= i + mask.right
+        keep &= distance <= mask.right
     return keep
-
-
-def _whole(call: Call, q: Tensor, k: Tensor) -> bool:
-    """Whether all queries and keys are one part."""
-    sq, sk = q.shape[1], k.shape[1]
-    return not call.packed and sq > 0 < sk and (call.mask.full or (call.mask.causal and sq == sk))
-
-
-def _pieces(call: Call, q: Tensor, k: Tensor) -> list[Part]:
-    """The parts of a call, sequence by sequence, by their places in the batch."""
-    if not call.packed:
-        return parts(call.mask, q.shape[1], k.shape[1])
-    found = []
-    at_q = at_k = 0
-    for n_q, n_k in zip(call.q_lengths or (), call.k_lengths or (), strict=True):
-        for (a, b), (c, d), mask in parts(call.mask, n_q, n_k):
-            found.append(((at_q + a, at_q + b), (at_k + c, at_k + d), mask))
-        at_q, at_k = at_q + n_q, at_k + n_k
-    return found

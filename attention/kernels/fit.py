@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, wraps
-from typing import Any, TypeVar
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-R = TypeVar("R")
+
+def dense_like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def fit(xs: Sequence[Tensor], align: int = 1) -> Sequence[Tensor]:
-    """The tensors, with copies of those that do not fit; differentiable."""
+def _copied(x: Tensor) -> Tensor:
+    return dense_like(x).copy_(x)
+
+
+def fit(xs: Sequence[Tensor], align: int = 1, made: Callable[[Tensor], Tensor] = _copied) -> Sequence[Tensor]:
+    """The tensors, with others made of those that do not fit: copies, differentiable. An LSE, which has fewer dims than the
+    first tensor, fits as it is."""
     for x in xs:
         if not ((x.is_contiguous() and x.data_ptr() % align == 0) or fits(x, align)):  # the first holds for most
-            return [x if fits(x, align) else dense_like(x).copy_(x) for x in xs]
+            dims = xs[0].dim()
+            return [x if x.dim() < dims or fits(x, align) else made(x) for x in xs]
     return xs
 
 
@@ -37,21 +44,3 @@ def _rows_fit(shape: torch.Size, strides: tuple[int, ...], itemsize: int, align:
         stride * itemsize % align == 0 and (n == 1 or stride >= head_dim)
         for n, stride in zip(shape[:-1], strides[:-1], strict=True)
     )
-
-
-def dense_like(x: Tensor) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def without_autocast(run: Callable[..., R]) -> Callable[..., R]:
-    """A decorator of a kernel's methods: the dtype of the inputs decides what it computes in."""
-
-    @wraps(run)
-    def inner(self: Any, x: Tensor, *rest: Any, **named: Any) -> R:
-        device = x.device.type
-        if device == "meta" or not torch.is_autocast_enabled(device):
-            return run(self, x, *rest, **named)
-        with torch.autocast(device, enabled=False):
-            return run(self, x, *rest, **named)
-
-    return inner

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from attention.gpu.private import FLASH4
 from attention.kernels import flash4_sparse
-from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.fit import dense_like
 from attention.kernels.flash4_mods import softcap_mods
 from attention.kernels.flash4_package import as_taken, functions, interface, writable
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, settle
+from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Triple, dtype_rule, head_dim_rule, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.tensors import empty_lse, result_like
@@ -42,13 +41,13 @@ class Flash4(Kernel):
         if shape.softcap and blackwell:
             return "softcap: checked on Hopper (sm90) alone"
         if shape.v_head_dim != shape.head_dim:
-            return half_only(shape) or _pair_rule(shape, blackwell)
+            return dtype_rule(shape.dtype, HALF) or _pair_rule(shape, blackwell)
         if shape.backward and not blackwell and shape.head_dim not in RIGHT_BACKWARDS:
             right = ", ".join(map(str, RIGHT_BACKWARDS))
             return (
                 f"head_dim={shape.head_dim}: the backward was checked for {right} only; for some others its dq is wrong"
             )
-        return half_only(shape) or (
+        return dtype_rule(shape.dtype, HALF) or (
             None if blackwell and shape.head_dim == 256 else head_dim_rule(shape, 128 if blackwell else 256)
         )
 

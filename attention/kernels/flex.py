@@ -1,8 +1,8 @@
 """`flex`: PyTorch's flex attention, compiled for each shape (some seconds, once per process).
 
-Dense bands and packed batches are treated alike: query i sees the keys `[first[i], stop[i])`. The bounds are two
-tensors, so another mask over the same shape needs no new compilation. The blocks of keys that a block of queries needs,
-wholly or in part, follow from the bounds. No tensor of queries times keys is ever held.
+Bands, packed batches and patterns are treated alike: a query sees some intervals of keys. They are a tensor, so another mask
+over the same shape needs no new compilation. The tiles of keys that a tile of queries needs, wholly or in part, follow from
+the mask. No tensor of queries times keys is ever held.
 
 PyTorch's backward belongs to its own forward; it cannot start from a given out and lse. So the backward runs the
 forward over its keys again and scales the gradients that it passes in. Let `o`, `l`, `p` be this part's out, lse and
@@ -17,8 +17,7 @@ Source: Dong et al., "FlexAttention" (2024)."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
-from itertools import accumulate
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,10 +26,8 @@ from torch import Tensor
 from attention.errors import UnsupportedCall
 from attention.gpu import private
 from attention.gpu.uploads import held, uploaded
-from attention.kernels.aten import half_only, head_dim_rule
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
-from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 
 try:
@@ -38,13 +35,12 @@ try:
 except ImportError:  # a PyTorch built without it
     AuxRequest = BlockMask = flex_attention = None  # type: ignore[assignment,misc]
 
-BLOCK = 128
-
 
 class Flex(Kernel):
     name = "flex"
     summary = "PyTorch's flex attention, compiled for each shape; its backward runs the forward again"
     one_batch = True
+    head_bytes = 32
     features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
@@ -52,16 +48,13 @@ class Flex(Kernel):
             return "this PyTorch has no flex attention: pip install 'torch>=2.11'"
         return None if device == "cuda" else "needs a CUDA GPU: PyTorch has no backward of it on a CPU"
 
-    def refuses(self, shape: Shape, mask: Band) -> str | None:
-        return half_only(shape) or head_dim_rule(shape, 256, 16)
-
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         with torch.no_grad():
             q, k, v = _swapped(q, k, v)
-            out, lse = attend(q, k, v, call)
+            out, lse = _attend(q, k, v, call)
         if call.pattern is not None:
             out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
         return out.transpose(1, 2), lse
@@ -69,12 +62,12 @@ class Flex(Kernel):
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        inputs = [x.detach().requires_grad_() for x in _swapped(q, k, v)]
+        q, k, v = inputs = [x.detach().requires_grad_() for x in _swapped(q, k, v)]
         with torch.enable_grad():
-            part = attend(inputs[0], inputs[1], inputs[2], call)
+            part, part_lse = _attend(q, k, v, call)
         dout, out = _swapped(dout, out)
-        fed = share(dout, (out, lse), (part[0].detach(), part[1].detach()))
-        dq, dk, dv = _swapped(*torch.autograd.grad(part, inputs, fed))
+        fed = share(dout, (out, lse), (part.detach(), part_lse.detach()))
+        dq, dk, dv = _swapped(*torch.autograd.grad((part, part_lse), inputs, fed))
         return dq, dk, dv
 
 
@@ -90,64 +83,7 @@ def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
     return (w.unsqueeze(-1) * wide_dout).to(dout.dtype), dlse
 
 
-def bounds(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """(first, stop), int32 `[sum of q_lengths]`: query i sees the keys `[first[i], stop[i])`, numbered through all
-    sequences. A query without keys has first = stop."""
-    starts = accumulate(k_lengths, initial=0)
-    firsts, stops = [], []
-    for sq, sk, start in zip(q_lengths, k_lengths, starts, strict=False):
-        row = torch.arange(sq, dtype=torch.int64) + (sk - sq)
-        first = (row - mask.left).clamp(0, sk) if mask.left >= 0 else torch.zeros_like(row)
-        stop = (row + mask.right + 1).clamp(0, sk) if mask.right >= 0 else torch.full_like(row, sk)
-        firsts.append(start + torch.minimum(first, stop))
-        stops.append(start + stop)
-    return torch.cat(firsts).int(), torch.cat(stops).int()
-
-
-def needed_blocks(first: Tensor, stop: Tensor, n_keys: int, size: int = BLOCK) -> tuple[Tensor, Tensor]:
-    """The blocks of keys that each block of queries needs (in part, wholly), both bool `[query blocks, key blocks]`. A
-    block that extends past the last query or key counts as needed in part, as flex attention expects."""
-    n_queries = len(first)
-    rows = -(-n_queries // size)
-    padding = rows * size - n_queries
-    pad = torch.nn.functional.pad
-
-    def folded(x: Tensor, value: int) -> Tensor:
-        return pad(x.long(), (0, padding), value=value).view(rows, size)
-
-    key = torch.arange(-(-n_keys // size)) * size  # the first key of each block
-    empty = stop <= first
-    lowest = folded(first.masked_fill(empty, n_keys), n_keys).amin(1, keepdim=True)
-    highest = folded(stop.masked_fill(empty, 0), 0).amax(1, keepdim=True)
-    some = (key < highest) & (key + size > lowest)
-    whole = (key >= folded(first, n_keys).amax(1, keepdim=True)) & (key + size <= folded(stop, 0).amin(1, keepdim=True))
-    return some & ~whole, some & whole
-
-
-@lru_cache(maxsize=256)
-def block_mask(mask: Band, q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], device: torch.device) -> Any:
-    """The BlockMask of a band over every sequence of a packed batch, or over one dense sequence. Cached, since it is
-    computed on the CPU."""
-    first, stop = bounds(mask, q_lengths, k_lengths)
-    in_part, wholly = (x.to(device).view(1, 1, *x.shape) for x in needed_blocks(first, stop, sum(k_lengths)))
-    first, stop = first.to(device), stop.to(device)
-
-    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j >= first[i]) & (j < stop[i])
-
-    def listed(needed: Tensor) -> tuple[Tensor, Tensor]:
-        return needed.sum(-1, dtype=torch.int32), needed.int().argsort(dim=-1, descending=True, stable=True).int()
-
-    return BlockMask.from_kv_blocks(
-        *listed(in_part),
-        *listed(wholly),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
-        seq_lengths=(sum(q_lengths), sum(k_lengths)),
-    )
-
-
-def pattern_mask(pattern: Pattern, device: torch.device) -> Any:
+def block_mask(pattern: Pattern, device: torch.device) -> Any:
     """The BlockMask of a pattern; kept with it. Its lists are padded to all tiles: with shorter ones PyTorch 2.11 gives
     wrong results."""
     if ("flex", device) in pattern.kept:
@@ -168,55 +104,43 @@ def pattern_mask(pattern: Pattern, device: torch.device) -> Any:
         padded[0, 0, :, :wide] = uploaded(lists.indices[:, :wide].copy(), device)
         return uploaded(lists.counts, device).view(1, 1, -1), padded
 
-    lists = by_queries(tiles)
-    found = BlockMask.from_kv_blocks(
-        *listed(lists.partial),
-        *listed(lists.full),
-        BLOCK_SIZE=TILE,
-        mask_mod=visible,
-        seq_lengths=(pattern.n_q, pattern.n_k),
+    lists, lengths = by_queries(tiles), (pattern.n_q, pattern.n_k)
+    mask = BlockMask.from_kv_blocks(
+        *listed(lists.partial), *listed(lists.full), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=lengths
     )
-    pattern.kept["flex", device] = found
-    return found
+    pattern.kept["flex", device] = mask
+    return mask
 
 
-def _chosen(q: Tensor, k: Tensor, call: Call) -> tuple[int, Any]:
-    """(what the compiled code depends on, BlockMask) of a call: 0 without a mask, else the intervals of a query."""
-    if call.pattern is not None:
-        intervals = max(1, tiles_of(call.pattern).intervals)
-        return 1 + intervals, held(pattern_mask(call.pattern, q.device), q.device)
-    if call.mask.full and not call.packed:
-        return 0, None
-    q_lengths, k_lengths = call.q_lengths or (q.shape[2],), call.k_lengths or (k.shape[2],)
-    return 1, held(block_mask(call.mask, q_lengths, k_lengths, q.device), q.device)
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     """(out `[B, H, Sq, Dv]`, lse `[B, H, Sq]`) of q `[B, H, Sq, D]` over k `[B, Hk, Sk, D]` and v `[B, Hk, Sk, Dv]`; packed
     batches have B = 1.
 
     Raises UnsupportedCall where PyTorch's compiler has no kernel for these lengths."""
-    dense, chosen = _chosen(q, k, call)
+    intervals, mask = 0, None  # of a query: what the compiled code depends on
+    if call.pattern is not None or call.packed or not call.mask.full:
+        pattern = call.as_pattern(q.shape[2], k.shape[2])
+        intervals, mask = max(1, tiles_of(pattern).intervals), held(block_mask(pattern, q.device), q.device)
+    arguments = q, k, v, mask, call.scale, call.softcap
     if not q.is_cuda:
-        return _call(q, k, v, chosen, call.scale, call.softcap)
-    strides = (q.stride(), k.stride(), v.stride())
-    numbers = call.scale, call.softcap
-    key = (q.dtype, q.shape, k.shape, v.shape, *strides, dense, *numbers, q.requires_grad, q.device)
+        return _call(*arguments)
+    shapes = (x for tensor in (q, k, v) for x in (tensor.shape, tensor.stride()))
+    key = q.dtype, *shapes, intervals, call.scale, call.softcap, q.requires_grad, q.device
     try:
-        return _compiled(key)(q, k, v, chosen, *numbers)
+        return _compiled(key)(*arguments)
     except private.inductor_errors() as error:  # it finds no kernel for some lengths
         raise UnsupportedCall(
             f"kernel=flex: {q.shape[2]} queries, {k.shape[2]} keys: {str(error).splitlines()[0]}"
         ) from None
 
 
-def _call(q: Tensor, k: Tensor, v: Tensor, chosen: Any, scale: float, softcap: float | None) -> Pair:
+def _call(q: Tensor, k: Tensor, v: Tensor, mask: Any, scale: float, softcap: float | None) -> Pair:
     out, aux = flex_attention(  # type: ignore[misc]
         q,
         k,
         v,
         score_mod=None if softcap is None else _capped(softcap),
-        block_mask=chosen,
+        block_mask=mask,
         scale=scale,
         enable_gqa=q.shape[1] != k.shape[1],
         return_aux=AuxRequest(lse=True),

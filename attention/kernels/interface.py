@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Literal, NamedTuple, TypeVar
 
@@ -14,22 +14,27 @@ import torch
 from torch import Tensor
 
 from attention.gpu.uploads import uploaded
-from attention.kernels.fit import dense_like, fit, fits, without_autocast
+from attention.kernels.by_element import by_element
+from attention.kernels.decompose import Part, Tensors, batch_of_one, by_parts, rectangles_of
+from attention.kernels.fit import dense_like, fit
 from attention.masks.band import FULL, Band
 from attention.masks.pattern import Pattern
-from attention.tensors import empty_lse, empty_tokens, result_like, tokens
+from attention.masks.rectangles import rectangle, rectangles
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
 Into = Triple | None  # where a backward writes its gradients
 Grads = tuple[Tensor, ...]  # dq, dk, dv, then the sinks' gradient, if any
+T = TypeVar("T", Pair, Triple)
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class KvLengths(NamedTuple):
     """Each batch element's number of keys in a decode, counting the keys of all its calls. A kernel reads a number above
     `total` as `total`, and one below 0 as 0."""
 
-    lengths: Tensor  # integers [B], on the device; for `ByElement` on the CPU
+    lengths: Tensor  # integers [B], on the device; on the CPU for a kernel that lacks the feature
     first: int  # the position of this call's first key
     total: int  # the most keys that an element may have
 
@@ -42,8 +47,8 @@ class Call:
 
     softcap: a score x, which is scaled, becomes `softcap * tanh(x / softcap)`; only for kernels with the feature "softcap".
 
-    lengths: the numbers of keys, in a dense call whose batch elements differ in them; only for kernels with the feature
-    "kv_lengths". The mask is then aligned to each element's last key, whose position counts the keys of all calls.
+    lengths: the numbers of keys, in a dense call whose batch elements differ in them; forward only. The mask is then aligned to
+    each element's last key, whose position counts the keys of all calls.
 
     The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
     of queries, one of keys, and the pattern is the mask. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
@@ -78,17 +83,24 @@ class Call:
     def max_k(self) -> int:
         return max(self.k_lengths or (0,))
 
+    def sequences(self, sq: int, sk: int) -> list[tuple[int, int]]:
+        """(queries, keys) of each sequence. sq, sk: those of a dense call."""
+        return list(zip(self.q_lengths or (sq,), self.k_lengths or (sk,), strict=True))
+
     @cached_property
     def some_without_keys(self) -> bool:
         """Whether some query of a packed batch sees no key."""
         right = self.mask.right
-        lengths = zip(self.q_lengths or (), self.k_lengths or (), strict=True)
-        return any(sq and (sk == 0 or sk - sq + right < 0 <= right) for sq, sk in lengths)
+        return self.packed and any(n and (m == 0 or m - n + right < 0 <= right) for n, m in self.sequences(0, 0))
+
+    def as_pattern(self, sq: int, sk: int) -> Pattern:
+        """The mask of the call as a pattern. sq, sk: the queries and keys of a dense call."""
+        return self.pattern or _pattern(self.mask, tuple(self.sequences(sq, sk)))
 
     def under(self, mask: Band | Pattern) -> Call:
-        """This call under another mask, dense."""
+        """This call under another mask, dense, without lengths."""
         band, pattern = (mask, None) if isinstance(mask, Band) else (FULL, mask)
-        return replace(self, mask=band, pattern=pattern, q_lengths=None, k_lengths=None, cu_q=None, cu_k=None)
+        return Call(self.scale, band, deterministic=self.deterministic, pattern=pattern, softcap=self.softcap)
 
     def of_packed(self, mask: Band, q_lengths: Sequence[int], k_lengths: Sequence[int], device: torch.device) -> Call:
         """This call under a band in every sequence of a packed batch."""
@@ -99,6 +111,13 @@ class Call:
         cu_q, cu_k = there[:n], there[aligned:]
         lengths = tuple(q_lengths), tuple(k_lengths)
         return replace(self, mask=mask, pattern=None, q_lengths=lengths[0], k_lengths=lengths[1], cu_q=cu_q, cu_k=cu_k)
+
+
+@lru_cache(maxsize=64)
+def _pattern(mask: Band, sequences: tuple[tuple[int, int], ...]) -> Pattern:
+    q, k = (list(accumulate(lengths, initial=0)) for lengths in zip(*sequences, strict=True))
+    rows = [rectangle((q[i], q[i + 1]), (k[i], k[i + 1]), mask) for i in range(len(sequences))]
+    return Pattern(q[-1], k[-1], rectangles(rows))
 
 
 @dataclass(frozen=True)
@@ -139,8 +158,8 @@ class Kernel:
 
     Callers use `forward` and `backward`, which take and write tensors of any strides. A kernel has `attend` and `gradients`,
     which are spared what most kernels cannot do. There every tensor but lse has a contiguous last dim, `align` holds, and
-    there are queries and keys. A dense call has no queries without keys. With a `pattern`, or if the kernel is
-    `one_batch`, the tensors have a batch dim, also those of a packed call (1).
+    there are queries and keys. A dense call has no queries without keys, nor a call that `parts` divides. With a `pattern`, or
+    if the kernel is `one_batch`, the tensors have a batch dim, also those of a packed call (1).
 
     into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also
     be in the accumulation dtype), any strides, and do not overlap the inputs. A kernel may ignore them: its results are then
@@ -150,14 +169,21 @@ class Kernel:
     partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
 
     name, summary: for users; the summary says what runs. align: bytes; the first element and every row of q, k, v, dout,
-    out and the results lie on multiples of it. features: what it can do beyond plain attention (see `lacks`). note: what
-    the reader of a result must know. any_order: why its backward cannot be deterministic."""
+    out and the results lie on multiples of it. features: what it can do beyond plain attention (see `lacks`); a kernel without
+    "kv_lengths" is called for each length. dtypes, most_head_dim, head_bytes (what a head is a multiple of), windows: what it
+    takes, by default FlashAttention's. note: what the reader of a result must know. any_order: why its backward cannot be
+    deterministic."""
 
     name: str
     summary: str
     align = 16
     features: frozenset[Feature] = frozenset()
+    dtypes: tuple[torch.dtype, ...] = HALF
+    most_head_dim = 256
+    head_bytes = 16
+    windows = True
     one_batch = False
+    only_squares = False
     note: str | None = None
     any_order: str | None = None
 
@@ -167,11 +193,32 @@ class Kernel:
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         """Why the kernel does not support such a call, as `value: rule`, or None."""
-        raise NotImplementedError
+        if mask.windowed and not self.windows:
+            return f"window=({mask.left}, {mask.right}): no sliding window"
+        return dtype_rule(shape.dtype, self.dtypes) or head_dim_rule(
+            shape, self.most_head_dim, self.head_bytes // shape.dtype.itemsize
+        )
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         """Why the kernel cannot do a pattern by itself, or None."""
         return "it takes no patterns"
+
+    def squares(self, x: Tensor, sq: int, sk: int, call: Call) -> bool:
+        """Whether the kernel is given such a call as full rectangles, causal squares and small windows."""
+        return self.only_squares
+
+    def parts(self, x: Tensor, y: Tensor, call: Call) -> Sequence[Part] | None:
+        """The parts that are computed one by one, for x of the queries and y of the keys; None: the call as it is. Masks are
+        aligned bottom-right, so leading queries that surely see no key can be cut off."""
+        sq, sk = x.shape[-3], y.shape[-3]
+        if not x.numel() or not y.numel() or (call.pattern is not None and not len(call.pattern.rectangles)):
+            return ()
+        if self.squares(x, sq, sk, call):
+            return rectangles_of(call, sq, sk)
+        first = sq - sk - call.mask.right
+        if first <= 0 or call.mask.right < 0 or call.packed or call.lengths is not None:
+            return None
+        return [Part(((first, sq),), ((0, sk),), call)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         raise NotImplementedError
@@ -182,77 +229,70 @@ class Kernel:
         """The share of these keys, from the final out and lse."""
         raise NotImplementedError
 
-    @without_autocast
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         """(out, lse); a query without keys has out 0 and lse -inf."""
-        if q.dim() == 3 and (self.one_batch or call.pattern is not None):
-            return batch_of_one(self.forward, (q, k, v), call, into)
-        q, k, v = fit((q, k, v), self.align)
-        first = first_with_keys(q, k, call)
-        if first or not q.numel():
-            out, lse = into or (empty_tokens(result_like(q, v), tokens(q)), empty_lse(q))
-            out.narrow(-3, 0, first).zero_()
-            lse[..., :first].fill_(-torch.inf)
-            if first < tokens(q):
-                self.forward(q[:, first:], k, v, call, (out[:, first:], lse[..., first:]))
-            return out, lse
-        fitting = into if into is None or fits(into[0], self.align) else (dense_like(into[0]), into[1])
-        out, lse = self.attend(q, k, v, call, fitting)
+        if call.lengths is not None and "kv_lengths" not in self.features:
+            return by_element(self.forward, q, k, v, call, into)
+        out, lse = self._run(self.attend, (q, k, v), call, into)
         if call.some_without_keys:
             lse.masked_fill_(lse == torch.inf, -torch.inf)
             out.masked_fill_((lse == -torch.inf).transpose(-1, -2).unsqueeze(-1), 0)
-        return settle((out, lse), into)
+        return out, lse
 
-    @without_autocast
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has."""
-        if q.dim() == 3 and (self.one_batch or call.pattern is not None):
-            return batch_of_one(self.backward, (dout, q, k, v, out, lse), call, into)
-        dout, q, k, v, out = fit((dout, q, k, v, out), self.align)
-        first = first_with_keys(q, k, call)
-        if first or not q.numel():
-            dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
-            dq.narrow(-3, 0, first).zero_()
-            if first < tokens(q):
-                dout, out, q, rest = (x[:, first:] for x in (dout, out, q, dq))
-                self.backward(dout, q, k, v, out, lse[..., first:], call, (rest, dk, dv))
-            else:
-                dk.zero_()
-                dv.zero_()
-            return dq, dk, dv
-        fitting = into
-        if into is not None and not all(fits(x, self.align) for x in into):
-            dq, dk, dv = (x if fits(x, self.align) else dense_like(x) for x in into)
-            fitting = dq, dk, dv
-        return settle(self.gradients(dout, q, k, v, out, lse, call, fitting), into)
+        return self._run(self.gradients, (dout, q, k, v, out, lse), call, into)
+
+    def _run(self, compute: Callable[..., T], tensors: Tensors, call: Call, into: T | None) -> T:
+        """`attend` or `gradients`, of tensors of any strides; their dtype decides what it computes in."""
+        x, _, y, *_ = tensors  # of the queries, and of the keys
+        device = x.device.type
+        if device != "meta" and torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._run(compute, tensors, call, into)
+        if x.dim() == 3 and (self.one_batch or call.pattern is not None):
+            return batch_of_one(partial(self._run, compute), tensors, call, into)  # type: ignore[return-value]
+        tensors = fit(tensors, self.align)
+        parts = self.parts(x, y, call)
+        if parts is not None:
+            return by_parts(compute, tensors, parts, into)  # type: ignore[no-any-return]
+        if into is None:
+            return compute(*tensors, call, None)
+        return settle(compute(*tensors, call, fit(into, self.align, dense_like)), into)
 
 
 class Wrapped(Kernel):
     """A kernel by another one, which does what this one adds nothing to."""
 
     def __init__(self, kernel: Kernel, *features: Feature):
-        self.kernel, self.name, self.summary, self.align = kernel, kernel.name, kernel.summary, kernel.align
-        self.features, self.note, self.any_order = kernel.features.union(features), kernel.note, kernel.any_order
-
-    def missing(self, device: str) -> str | None:
-        return self.kernel.missing(device)
+        self.kernel, self.features = kernel, kernel.features.union(features)
+        for name in ("name", "summary", "align", "note", "any_order", "missing"):
+            setattr(self, name, getattr(kernel, name))
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return self.kernel.refuses(shape, mask)
 
 
-def first_with_keys(q: Tensor, k: Tensor, call: Call) -> int:
-    """The number of leading queries that surely see no key: of a packed batch or a pattern all, or 0. Masks are aligned
-    bottom-right, so the other queries of a dense call are not affected if these are cut off."""
-    if not q.numel() or not k.numel():
-        return tokens(q)
-    if call.pattern is not None:
-        return 0 if len(call.pattern.rectangles) else tokens(q)
-    if call.packed or call.lengths is not None or call.mask.right < 0:
-        return 0
-    return min(max(0, tokens(q) - tokens(k) - call.mask.right), tokens(q))
+def dtype_rule(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
+    """Why a kernel that takes these dtypes does not take this one, or None."""
+    *some, last = map(name_of, dtypes)
+    return None if dtype in dtypes else f"dtype={name_of(dtype)}: {', '.join(some)} and {last} only"
+
+
+def head_dim_rule(shape: Shape, most: int, multiple: int = 8) -> str | None:
+    """Why a kernel of these head dims does not take a shape's, or None."""
+    for name, size in (("head_dim", shape.head_dim), ("v_head_dim", shape.v_head_dim)):
+        if size > most or size % multiple:
+            return f"{name}={size}: multiples of {multiple} up to {most} only"
+    return None
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The short name of a dtype: "bf16", "fp32"."""
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+    return names.get(dtype, str(dtype))
 
 
 def lacks(kernel: Kernel, shape: Shape) -> str | None:
@@ -264,9 +304,6 @@ def lacks(kernel: Kernel, shape: Shape) -> str | None:
     return None
 
 
-T = TypeVar("T", Pair, Triple)
-
-
 def settle(result: T, into: T | None) -> T:
     """The result of a kernel that cannot write into given tensors: copied into `into`, where given."""
     if into is None:
@@ -275,9 +312,3 @@ def settle(result: T, into: T | None) -> T:
         if x is not value:
             x.copy_(value)
     return into
-
-
-def batch_of_one(run: Callable[..., T], tensors: tuple[Tensor, ...], call: Call, into: T | None) -> T:
-    """A call on tensors without a batch dim, by `run`, which takes them with one."""
-    result = run(*(x[None] for x in tensors), call, into and tuple(x[None] for x in into))
-    return into or tuple(x[0] for x in result)  # type: ignore[return-value]

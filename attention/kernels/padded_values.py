@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from torch import Tensor
+from torch.nn.functional import pad
 
-from attention.kernels.fit import dense_like
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -32,17 +32,15 @@ class PaddedValues(Wrapped):
         return self.kernel.refuses_pattern(_padded_shape(shape), pattern, deterministic)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        most = max(q.shape[-1], v.shape[-1])
-        whole = v.shape[-1] == most  # out is written where it is wanted
-        q, k, values = (_padded(x, most) for x in (q, k, v))
-        out, lse = self.kernel.forward(q, k, values, call, into if whole else None)
+        whole = v.shape[-1] > q.shape[-1]  # out is written where it is wanted
+        wide_q, wide_k, wide_v = _padded(q, k, v)
+        out, lse = self.kernel.forward(wide_q, wide_k, wide_v, call, into if whole else None)
         return _cut(out, v), lse
 
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        most = max(q.shape[-1], v.shape[-1])
-        wide_dout, wide_q, wide_k, wide_v, wide_out = (_padded(x, most) for x in (dout, q, k, v, out))
+        wide_dout, wide_q, wide_k, wide_v, wide_out = _padded(dout, q, k, v, out)
         dq, dk, dv = self.kernel.backward(wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call)
         return _cut(dq, q), _cut(dk, k), _cut(dv, v)
 
@@ -51,20 +49,13 @@ def _padded_shape(shape: Shape) -> Shape:
     return replace(shape, head_dim=max(shape.head_dim, shape.v_head_dim), value_dim=None)
 
 
-def _padded(x: Tensor, head_dim: int) -> Tensor:
-    """x with zeros up to that head dim."""
-    own = x.shape[-1]
-    if own == head_dim:
-        return x
-    found = x.new_empty((*x.shape[:-1], head_dim))
-    found[..., :own].copy_(x)
-    found[..., own:].zero_()
-    return found
+def _padded(*xs: Tensor) -> list[Tensor]:
+    """The tensors with zeros up to the larger head dim."""
+    most = max(x.shape[-1] for x in xs)
+    return [x if x.shape[-1] == most else pad(x, (0, most - x.shape[-1])) for x in xs]
 
 
 def _cut(x: Tensor, like: Tensor) -> Tensor:
     """The first dims of x, as many as `like` has, in memory of their own."""
-    if x.shape[-1] == like.shape[-1]:
-        return x
-    found = x[..., : like.shape[-1]]
-    return dense_like(found).copy_(found)
+    n = like.shape[-1]
+    return x if x.shape[-1] == n else x[..., :n].contiguous()

@@ -11,12 +11,10 @@ VERSION_2, VERSION_4 = ("sdpa_flash", "flash2"), ("flash3", "flash4")
 
 def backward_scratch(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> int:
     """Bytes of one backward call on a GPU, of tensors as in `Call`; 0 for a kernel of which nothing is known."""
-    if kernel not in (*VERSION_2, *VERSION_4):
+    second = kernel in VERSION_2
+    if not second and kernel not in VERSION_4:
         return 0
     heads, kv_heads = q.shape[-2], k.shape[-2]
-    rows = q.shape[:-1].numel()
-    found = rows * 4 * (q.shape[-1] + (1 if kernel in VERSION_2 else 2))  # dq, and fp32 numbers for each row
-    if heads == kv_heads:
-        return found
-    elements = k.numel() + v.numel()
-    return found + (elements // kv_heads * heads * q.itemsize if kernel in VERSION_2 else elements * 4)
+    of_queries = q.shape[:-1].numel() * 4 * (q.shape[-1] + (1 if second else 2))  # dq, and fp32 numbers for each row
+    of_keys = (k.numel() + v.numel()) * (q.itemsize * heads // kv_heads if second else 4)
+    return of_queries + (of_keys if heads != kv_heads else 0)

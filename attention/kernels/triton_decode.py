@@ -17,9 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.triton_launcher import MOST, TritonLauncher
-from attention.kernels.aten import HALF, name_of
 from attention.kernels.fit import dense_like
-from attention.kernels.interface import Call, Kernel, Pair, Shape
+from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, name_of
 from attention.masks.band import Band
 from attention.ops.merge_n import merge_n_triton
 from attention.tensors import empty_lse, result_like

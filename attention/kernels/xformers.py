@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from contextlib import contextmanager
 from functools import cache
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.gpu import private
-from attention.kernels.aten import FlashAttention2, lengths_of
+from attention.kernels.aten import FlashAttention2, flash_attn, lengths_of
 from attention.kernels.interface import Call, Pair, Triple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 INSTALL = "pip install xformers==0.0.35"
 
@@ -42,16 +38,16 @@ class Xformers(FlashAttention2):
     def missing(self, device: str) -> str | None:
         return super().missing(device) or operators()[1]
 
-    def rectangle(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         cu_q, cu_k, *longest = lengths_of(q, k, call)
-        out, lse, _ = _functions().forward(q, k, v, cu_q, cu_k, None, *longest, *_band(call), False, None)
+        out, lse, _ = operators()[0].forward(q, k, v, cu_q, cu_k, None, *longest, *_band(call), False, None)
         return out, lse
 
     def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
         if call.deterministic:
             raise UnsupportedCall(f"kernel=xformers: deterministic=True: {self.any_order}")
         lengths = lengths_of(tensors[1], tensors[2], call)
-        grads: Triple = _functions().backward(False, *tensors, *lengths, *_band(call), None)
+        grads: Triple = operators()[0].backward(False, *tensors, *lengths, *_band(call), None)
         return grads
 
 
@@ -61,16 +57,16 @@ def _band(call: Call) -> tuple[float, float, bool, int, int]:
 
 
 @cache
-def operators() -> tuple[SimpleNamespace | None, str | None]:
+def operators() -> tuple[Any, str | None]:
     """xformers' operators `forward` and `backward` and their `names`, or None and the reason.
 
     Where flash-attn-4 is installed without flash-attn, xformers finds a package `flash_attn`, imports
     `flash_attn.flash_attn_interface` from it, and fails. So that package is hidden during the import, and xformers
     takes the FlashAttention-2 inside PyTorch."""
+    if importlib.util.find_spec("xformers") is None:
+        return None, f"needs the package xformers: {INSTALL}"
     try:
-        if importlib.util.find_spec("xformers") is None:
-            return None, f"needs the package xformers: {INSTALL}"
-        with _without_a_partial_flash_attn():
+        with private.replaced_modules({} if flash_attn() else {"flash_attn": None}):
             flash = importlib.import_module("xformers.ops.fmha.flash")
         both = [getattr(flash, name) for name in private.XFORMERS]
         for operator, names in zip(both, private.XFORMERS.values(), strict=True):
@@ -83,26 +79,3 @@ def operators() -> tuple[SimpleNamespace | None, str | None]:
     forward, backward = both
     names = f"{forward.NAME} and {backward.NAME}"
     return SimpleNamespace(forward=forward.OPERATOR, backward=backward.OPERATOR, names=names), None
-
-
-def _functions() -> SimpleNamespace:
-    found, reason = operators()
-    if found is None:
-        raise UnsupportedCall(f"kernel=xformers: {reason}")
-    return found
-
-
-@contextmanager
-def _without_a_partial_flash_attn() -> Iterator[None]:
-    try:
-        partial = (
-            importlib.util.find_spec("flash_attn") is not None
-            and importlib.util.find_spec("flash_attn.flash_attn_interface") is None
-        )
-    except (ImportError, ValueError):
-        partial = False
-    if not partial:
-        yield
-        return
-    with private.replaced_modules({"flash_attn": None}):  # find_spec then finds none
-        yield

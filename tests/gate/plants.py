@@ -403,18 +403,13 @@ def _band_wider() -> AbstractContextManager[object]:
     return changed(decompose, "band_matrix", make)
 
 
-@contextmanager
-def _parts_narrower() -> Iterator[None]:
+def _parts_narrower() -> AbstractContextManager[object]:
     """Of each part's keys the first is lost."""
 
     def make(original: Any) -> Any:
-        def inner(*args: Any) -> Any:
-            return [(rows, (c + 1, d), mask) if d - c > 1 else (rows, (c, d), mask) for rows, (c, d), mask in original(*args)]  # fmt: skip
+        return lambda *args: [(q, (c + (d - c > 1), d), mask) for q, (c, d), mask in original(*args)]
 
-        return inner
-
-    with changed(decompose, "parts", make), changed(decompose, "_whole", lambda original: lambda *args: False):
-        yield
+    return changed(decompose, "cut", make)
 
 
 def _mask(of: Callable[[bool, tuple[int, int]], Band]) -> Callable[[], AbstractContextManager[object]]:
@@ -476,7 +471,7 @@ def _keys_too_early() -> Iterator[None]:
 
 def _math_scores() -> AbstractContextManager[object]:
     def make(original: Any) -> Any:
-        return lambda q, k, rows, keys, call, mask: original(q, k, rows, keys, scaled(1.05)(call), mask)
+        return lambda q, k, call: original(q, k, scaled(1.05)(call))
 
     return changed(math_kernel, "_scores", make)
 

@@ -1,14 +1,12 @@
 """How masks and lengths become the arguments of other people's kernels: pure functions, and what can be shown on a CPU."""
 
-import sys
-
 import pytest
 import torch
 
-from attention.kernels import KERNELS, Call, Shape, flash3, flash4, flex, refusal, xformers
-from attention.kernels.interface import first_with_keys
+from attention.kernels import KERNELS, Call, Shape, flash4, flex, refusal
 from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import attention, inputs, kept, normal, relative
+from tests.support.patterns import kept as pairs_of
 
 MASKS = [FULL, CAUSAL, Band(7, 0), Band(0, 0), Band(5, 9), Band(-1, 4), Band(6, -1), Band(400, 450)]
 SIZES = [(33, 33), (300, 300), (140, 513), (513, 140), (1, 21), (21, 1), (128, 256)]
@@ -39,18 +37,14 @@ def test_a_band_is_flash4s_window_with_none_for_unbounded():
     assert flash4.window(Band(-1, 3)) == {"causal": False, "window_size_left": None, "window_size_right": 3}
 
 
-def test_a_band_is_flash3s_window():
-    assert flash3.window(FULL) == {"window_size_left": -1, "window_size_right": -1}
-    assert flash3.window(Band(5, 2)) == {"window_size_left": 5, "window_size_right": 2}
-
-
 @every_mask
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_the_rows_that_kernels_are_spared_are_those_without_keys(mask, sizes):
     q, k, _, _, call = inputs(lambda: Call(1.0, mask), sizes, 1, 1, 8, torch.float32)
-    empty = first_with_keys(q, k, call)
+    parts = KERNELS["flash4"].parts(q, k, call)
+    (first, _), *_ = parts[0].q if parts else [(0, 0)]
     seen = kept(mask, *sizes).any(1)
-    assert not seen[:empty].any() and seen[empty:].all()
+    assert not seen[:first].any() and seen[first:].all()
 
 
 def test_flash4_writes_to_rows_on_multiples_of_16_bytes_only():
@@ -63,54 +57,12 @@ def test_flash4_writes_to_rows_on_multiples_of_16_bytes_only():
     assert flash4.writable(lse[..., 1:4], align=4) and not flash4.writable(lse[..., ::2], align=4)
 
 
-def test_a_partial_flash_attn_is_hidden_only_while_xformers_is_imported(tmp_path, monkeypatch):
-    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    with xformers._without_a_partial_flash_attn(), pytest.raises(ImportError):
-        import flash_attn  # noqa: F401
-    import flash_attn as visible
-
-    assert str(tmp_path) in next(iter(visible.__path__))
-    with xformers._without_a_partial_flash_attn():
-        assert sys.modules["flash_attn"] is None
-    assert sys.modules["flash_attn"] is visible
-    monkeypatch.delitem(sys.modules, "flash_attn")
-
-
-@every_mask
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_flex_attentions_bounds_are_the_band(mask, sizes):
-    first, stop = flex.bounds(mask, (sizes[0],), (sizes[1],))
-    key = torch.arange(sizes[1])
-    assert torch.equal((key >= first[:, None]) & (key < stop[:, None]), kept(mask, *sizes))
-
-
-@every_mask
-def test_flex_attentions_bounds_keep_the_sequences_of_a_packed_batch_apart(mask):
-    first, stop = flex.bounds(mask, *PACK)
-    key = torch.arange(sum(PACK[1]))
-    expected = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*PACK, strict=True))).bool()
-    assert torch.equal((key >= first[:, None]) & (key < stop[:, None]), expected)
-
-
 @every_mask
 @pytest.mark.parametrize("lengths", [*(((sq,), (sk,)) for sq, sk in SIZES), PACK], ids=str)
-@pytest.mark.parametrize("size", [16, 128])
-def test_flex_attention_is_told_of_every_block_that_has_a_pair(mask, lengths, size):
-    first, stop = flex.bounds(mask, *lengths)
-    n_q, n_k = sum(lengths[0]), sum(lengths[1])
-    in_part, wholly = flex.needed_blocks(first, stop, n_k, size)
-    key = torch.arange(n_k)
-    keep = (key >= first[:, None]) & (key < stop[:, None])
-    grid = torch.zeros(in_part.shape[0] * size, in_part.shape[1] * size, dtype=torch.bool)
-    grid[:n_q, :n_k] = keep
-    blocks = grid.view(in_part.shape[0], size, in_part.shape[1], size).transpose(1, 2).flatten(2)
-    assert not (in_part & wholly).any()
-    assert torch.equal(wholly, blocks.all(-1))
-    assert (in_part | wholly)[blocks.any(-1)].all()
-    if len(lengths[0]) == 1:
-        assert torch.equal(in_part | wholly, blocks.any(-1))
+def test_a_call_as_a_pattern_keeps_the_pairs_of_each_sequence(mask, lengths):
+    expected = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*lengths, strict=True))).bool()
+    pattern = packed(mask, *lengths).as_pattern(0, 0)
+    assert torch.equal(torch.from_numpy(pairs_of(pattern)), expected)
 
 
 @every_mask
