@@ -441,7 +441,7 @@ class ContextParallel:
         if device not in self.transports:
             name = transports.resolve(self.transport_name, device)
             # a baseline runs in a larger world with self.world = 1: nothing to move
-            made = transports.select(name, device, self.group) if self.world > 1 else transports.Nothing()
+            made = transports.select(name, device, self.group) if self.world > 1 else transports.Transport()
             made.follow(self.calls)
             self.transports[device] = made
         return self.transports[device]

@@ -8,16 +8,25 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
+# 64 bits hold every address and size; for a 32-bit argument the calling conventions of x86-64 and Arm take the low half
+WORD = ctypes.c_uint64
 
-def function(name: str, *arguments: Any) -> Callable[..., int]:
-    """The driver's function of that name. It takes `arguments` (ctypes types) and returns a CUDA error, 0 for none.
-    Raises RuntimeError if the driver lacks it."""
+
+def function(name: str, arguments: int) -> Callable[..., None]:
+    """The driver's function of that name, which takes so many integers or addresses. A call raises RuntimeError for a CUDA
+    error. Raises RuntimeError if the driver lacks the function."""
     try:
-        found = _driver()[name]
+        called: Any = _driver()[name]
     except (AttributeError, OSError):
         raise RuntimeError(f"the CUDA driver has no {name}") from None
-    found.argtypes = arguments
-    return found
+    called.argtypes = [WORD] * arguments
+    called.errcheck = _check
+    return called
+
+
+def _check(error: int, called: Any, arguments: tuple[int, ...]) -> None:
+    if error:
+        raise RuntimeError(f"{called.__name__} failed with CUDA error {error}")
 
 
 @lru_cache(maxsize=1)

@@ -37,7 +37,7 @@ class On:
     def __exit__(self, *exc: object) -> None:
         private.set_stream(*self.before)
         if self.device != self.identity[1]:
-            private.set_device(self.device)
+            torch.cuda.set_device(self.device)
 
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
@@ -63,6 +63,6 @@ class Follow:
 def capturing(device: torch.device) -> bool:
     """Whether the stream that is current on `device` is being captured in a CUDA graph."""
     if private.current_device() == device.index:
-        return private.is_capturing()
+        return torch.cuda.is_current_stream_capturing()
     with torch.cuda.device(device):
         return torch.cuda.is_current_stream_capturing()

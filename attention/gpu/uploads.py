@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import numpy as np
@@ -43,35 +43,28 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
 
 T = TypeVar("T")
 
-
-class _Holders(threading.local):
-    """A thread's stack of the dicts that keep captured objects alive; the innermost is last. The first is for graphs that
-    the caller captures."""
-
-    def __init__(self) -> None:
-        self.stack: list[dict[int, object]] = [{}]
-
-
-_holders = _Holders()
+_process: dict[int, object] = {}  # for graphs that are captured around no call of ours
+# a thread's objects that CUDA graphs read, by id: those of the graph that is captured, or of all that the caller captures
+_holder: ContextVar[dict[int, object]] = ContextVar("holder", default=_process)
 
 
 def held(x: T, device: torch.device) -> T:
     """x, kept alive if a CUDA graph is being captured: each replay reads x at the same address."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _holders.stack[-1][id(x)] = x
+        _holder.get()[id(x)] = x
     return x
 
 
 def hold_for_caller(into: dict[int, object]) -> None:
     """From now on, objects that are `held` in this thread, outside `holding`, live as long as `into`."""
-    _holders.stack[0] = into
+    _holder.set(into)
 
 
 @contextmanager
 def holding(into: dict[int, object]) -> Iterator[None]:
     """Objects that are `held` within live as long as `into`."""
-    _holders.stack.append(into)
+    token = _holder.set(into)
     try:
         yield
     finally:
-        _holders.stack.pop()
+        _holder.reset(token)

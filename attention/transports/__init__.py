@@ -10,13 +10,13 @@ import torch.distributed as dist
 from attention.errors import UnsupportedCall, nearest
 from attention.gpu.private import backend, default_group
 from attention.transports.collective import Collective
-from attention.transports.interface import Handle, Message, Messages, Nothing, Publication, Transport
-from attention.transports.mailboxes import Mailboxes, mailboxes_of
+from attention.transports.interface import Handle, Message, Messages, Publication, Transport
+from attention.transports.mailboxes import Mailboxes
 from attention.transports.queues import CudaQueue, HostQueue
 from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
 
 __all__ = [
-    "SUMMARIES", "Handle", "Message", "Messages", "Nothing", "Publication", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
+    "SUMMARIES", "Handle", "Message", "Messages", "Publication", "Transport", "captures_undone", "held_bytes", "mailboxes", "missing", "names",
     "release", "resolve", "select",
 ]  # fmt: skip
 
@@ -68,14 +68,14 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
     name = resolve(name, device)
     cuda = device.type == "cuda"
     note = None
-    found = group or default_group()
+    members = group or default_group()
     if name == "symm":
-        pool = pool_of(found, device)
+        pool = pool_of(members, device)
         if not isinstance(pool, str):
-            return Symmetric(found, pool)
+            return Symmetric(members, pool)
         note = f"symm: {pool}"
     try:
-        carries = backend(found, device)
+        carries = backend(members, device)
     except RuntimeError:
         raise ValueError(
             f"transport={name}: the process group has no backend for {device.type} tensors; make it with "
@@ -91,7 +91,10 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
 
 
 def mailboxes(transport: Transport, pieces: int, device: torch.device) -> Mailboxes:
-    """The mailboxes for so many pieces. Raises UnsupportedCall without symmetric memory on CUDA."""
+    """Memory for so many pieces of partial results. Raises UnsupportedCall without symmetric memory on CUDA."""
     if not isinstance(transport, Collective) or device.type != "cuda":
         raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
-    return mailboxes_of(transport.group or default_group(), pieces, device)
+    pool = pool_of(transport.group or default_group(), device)
+    if isinstance(pool, str):
+        raise UnsupportedCall(f"reduce=fused: {pool}; reduce=packed works here")
+    return pool.mailboxes_for(pieces)

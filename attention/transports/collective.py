@@ -4,6 +4,7 @@ pull."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,7 @@ class Collective(Transport):
         super().__init__()
         self.name, self.note, self.group, self.queue = name, note, group, queue
         self.world = dist.get_world_size(group)
-        self.by_device: dict[torch.device, bool] = {}  # whether the group has gloo for its tensors
-
-    def over_gloo(self, x: Tensor) -> bool:
-        if x.device not in self.by_device:
-            self.by_device[x.device] = backend(self.group or default_group(), x.device) == "gloo"
-        return self.by_device[x.device]
+        self.backend = cache(lambda device: backend(group or default_group(), device))
 
     def follow(self, calls: Calls) -> None:
         self.calls = self.queue.calls = calls
@@ -48,10 +44,10 @@ class Collective(Transport):
 
         def run() -> None:
             with phase(f"comm_{what}", step):
-                if x.is_cuda and not self.over_gloo(x):
-                    dist.all_gather_into_tensor(into.flatten(0, 1) if x.dim() else into, x, group=self.group)
-                else:
+                if self.backend(x.device) == "gloo":
                     dist.all_gather([_bytes(row) for row in into.unbind(0)], _bytes(x), group=self.group)
+                else:
+                    dist.all_gather_into_tensor(into.flatten(0, 1) if x.dim() else into, x, group=self.group)
 
         return self.queue.issue(run, [into, x], what, step)
 
@@ -89,7 +85,13 @@ class _Sent:
 
         def run() -> None:
             with phase(f"comm_{what}", step):
-                _exchange(outgoing, incoming, transport.group, tag)
+                started = dist.batch_isend_irecv([
+                    dist.P2POp(op, x if x.is_cuda else _bytes(x), group=transport.group, tag=tag, group_peer=remote)
+                    for op, pieces in ((dist.irecv, incoming), (dist.isend, outgoing))
+                    for remote, x in pieces
+                ])  # fmt: skip
+                for transfer in started:
+                    transfer.wait()
 
         def put() -> None:
             with phase("comp_place", step):
@@ -99,25 +101,6 @@ class _Sent:
         return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, put if apart else None)
 
     def close(self) -> None: ...
-
-
-def _exchange(
-    outgoing: Sequence[tuple[int, Tensor]],
-    incoming: Sequence[tuple[int, Tensor]],
-    group: dist.ProcessGroup | None,
-    tag: int,
-) -> None:
-    if any(x.is_cuda for _, x in (*outgoing, *incoming)):
-        operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=remote) for remote, x in incoming]
-        operations += [dist.P2POp(dist.isend, x, group=group, group_peer=remote) for remote, x in outgoing]
-        for issued in dist.batch_isend_irecv(operations):
-            issued.wait()
-        return
-    pending = [dist.irecv(_bytes(x), group=group, group_src=remote, tag=tag) for remote, x in incoming]
-    pending += [dist.isend(_bytes(x), group=group, group_dst=remote, tag=tag) for remote, x in outgoing]
-    for work in pending:
-        if work is not None:
-            work.wait()
 
 
 def _bytes(x: Tensor) -> Tensor:

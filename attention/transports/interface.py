@@ -36,7 +36,7 @@ class Messages:
 
     def __init__(self, sends: Iterable[Message], receives: Iterable[Message]):
         self.sends, self.receives = tuple(sends), tuple(receives)
-        self.known: dict[int, Any] = {}
+        self.known: dict[Any, Any] = {}
 
 
 class Handle(Protocol):
@@ -52,16 +52,26 @@ class Publication(Protocol):
         """This rank pulls nothing more from the matching publications of remote ranks."""
 
 
-class Transport:
-    """How tokens move between the ranks of a group. What is defined here does for one that keeps no state."""
+class Done:
+    """The handle of an operation that moves nothing, and the publication of which nothing is pulled."""
 
-    name: str
+    def wait(self) -> None: ...
+
+    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+        return self
+
+    def close(self) -> None: ...
+
+
+class Transport:
+    """How tokens move between the ranks of a group. This one is that of a world of one rank, where nothing moves."""
+
+    name = "none"
     note: str | None = None  # why it replaces the transport that was asked for
     calls = Calls()  # in which it moves tokens
     pulls = False  # whether ranks read only what they need from remote memory
-    priority_stream: PriorityStream = (
-        Inline()
-    )  # the high-priority stream, where transfers leave the multiprocessors free
+    # the high-priority stream, where transfers leave the multiprocessors free
+    priority_stream: PriorityStream = Inline()
 
     def __init__(self) -> None:
         self.bytes_received: dict[str, int] = {}  # by phase, the bytes moved into this rank by eager calls
@@ -91,42 +101,13 @@ class Transport:
 
         what: the name of the phases, `comm_<what>` and `wait_<what>`.
         tokens: the most tokens that any rank publishes in one tensor, where ranks differ."""
-        raise NotImplementedError
+        return Done()
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         """Gathers x (contiguous, of one shape on all ranks) into `into`, contiguous `[world, *x.shape]`."""
-        raise NotImplementedError
-
-    def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
-        """Reduces x in place over all ranks; op: "max" or "sum"."""
-        raise NotImplementedError
-
-
-class Done:
-    """The handle of an operation that moves nothing."""
-
-    def wait(self) -> None: ...
-
-
-class Nothing(Transport):
-    """The transport of a world of one rank: nothing moves."""
-
-    name = "none"
-
-    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
-        return _NothingPublished()
-
-    def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         into[0].copy_(x)
         return Done()
 
     def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
+        """Reduces x in place over all ranks; op: "max" or "sum"."""
         return Done()
-
-
-class _NothingPublished:
-    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        assert not messages.sends and not messages.receives, "a world of one has no remote ranks"
-        return Done()
-
-    def close(self) -> None: ...

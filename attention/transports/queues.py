@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,26 +13,45 @@ from torch import Tensor
 from attention.agreement import Calls
 from attention.gpu.streams import Follow, On, capturing, current
 from attention.profiling import phase
-from attention.transports.interface import Handle
 
 Work = Callable[[], object]
 Moment = torch.cuda.Event
 
 
-class StartedTransfer(Protocol):
-    """Work that was started on a queue."""
+class Transfer:
+    """Work that was started on a queue, as a handle. It keeps the tensors of the work on a stream alive until the wait,
+    because PyTorch's allocator knows only the caller's stream."""
+
+    def __init__(
+        self, queue: Queue, started: Any, what: str, step: int, after: Work | None, tensors: Sequence[Tensor] = ()
+    ):
+        self.queue, self.started, self.what, self.step, self.after = queue, started, what, step, after
+        self.tensors = tensors
 
     def wait(self) -> None:
-        """The caller's stream (on a CPU, the calling thread) waits for it."""
+        """The caller's stream (on a CPU, the calling thread) waits for it. Raises what the work raised."""
+        with phase(f"wait_{self.what}", self.step):
+            self.queue.wait(self.started)
+        self.tensors = ()
+        self.queue.check(self.started)
+        after, self.after = self.after, None
+        if after is not None:
+            after()
 
-    def finish(self) -> None:
-        """Called after `wait`. Raises what the work raised."""
+    def __del__(self) -> None:
+        if self.tensors:  # an exception prevented the wait, and their memory is about to be reused
+            self.queue.wait(self.started)
 
 
-class Queue:
-    """A subclass says how work is started. On CUDA, `settle` and `join` have an effect only while a CUDA graph is captured."""
+class HostQueue:
+    """One thread, so that transfers run beside the compute and their duration can be measured."""
 
     calls = Calls()  # in which its work is waited for
+    captured = False  # whether a CUDA graph contains its work
+
+    def __init__(self) -> None:
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
+        self.failed: Future[object] | None = None  # the first failure of a `then`, until it is raised
 
     def issue(
         self,
@@ -43,94 +61,72 @@ class Queue:
         step: int,
         after: Work | None = None,
         since: Moment | None = None,
-    ) -> Handle:
+    ) -> Transfer:
         """Starts `run`, which uses `tensors`, after all earlier work of the caller (with `since`: after its work before that
         moment). `after` is called at the end of the handle's `wait`."""
-        return _Handle(self.start(run, tensors, since), what, step, after)
+        self.join()
+        return Transfer(self, self.thread.submit(run), what, step, after)
 
-    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> StartedTransfer:
-        """As in `issue`."""
-        raise NotImplementedError
+    def wait(self, started: Future[object]) -> None:
+        self.calls.wait(started)
+
+    def check(self, started: Future[object]) -> None:
+        """Raises what the work raised."""
+        self.join()  # raises an earlier failure first, which may be the cause
+        started.result()
 
     def moment(self) -> Moment | None:
         """The current point in the caller's work, for `since`; None on a CPU."""
+        return None
 
     def then(self, run: Work) -> None:
         """Starts `run` after all issued work; it waits for nothing else. If it raises, the next `issue`, `join` or wait
         for a handle raises."""
-
-    def aside(self, run: Work) -> None:
-        """Starts a small `run` after all earlier work of the caller; later work need not wait for it."""
-        run()
-
-    def settle(self) -> None:
-        """The caller's next work waits for the work that `aside` started."""
-
-    def join(self) -> None:
-        """The captured graph includes all work that was started here."""
-
-
-class _Handle:
-    def __init__(self, transfer: StartedTransfer, what: str, step: int, after: Work | None):
-        self.transfer, self.what, self.step, self.after = transfer, what, step, after
-
-    def wait(self) -> None:
-        with phase(f"wait_{self.what}", self.step):
-            self.transfer.wait()
-        self.transfer.finish()
-        if self.after is not None:
-            self.after()
-            self.after = None
-
-
-class HostQueue(Queue):
-    """One thread, so that transfers run beside the compute and their duration can be measured."""
-
-    def __init__(self) -> None:
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
-        self.failed: Future[object] | None = None  # the first failure of a `then`, until it is raised
-
-    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> StartedTransfer:
-        self.join()
-        return _HostTransfer(self, self.thread.submit(run))
-
-    def then(self, run: Work) -> None:
         self.thread.submit(run).add_done_callback(self._done)
 
     def _done(self, future: Future[object]) -> None:
         if future.exception() is not None and self.failed is None:
             self.failed = future
 
+    def aside(self, run: Work) -> None:
+        """Starts a small `run` after all earlier work of the caller; later work need not wait for it."""
+        run()
+
+    def settle(self) -> None:
+        """In a capture: the caller's next work waits for the work that `aside` started."""
+
     def join(self) -> None:
+        """In a capture: the graph includes all work that was started here."""
         if self.failed is not None:
             failed, self.failed = self.failed, None
             failed.result()
 
 
-class _HostTransfer:
-    def __init__(self, queue: HostQueue, future: Future[object]):
-        self.queue, self.future = queue, future
-
-    def wait(self) -> None:
-        self.queue.calls.wait(self.future)
-
-    def finish(self) -> None:
-        self.queue.join()  # raises an earlier failure first, which may be the cause
-        self.future.result()
-
-
-class CudaQueue(Queue):
+class CudaQueue:
     """A background stream that first waits for the caller's stream, which writes the data. In captures, work by `aside` runs
-    on a second stream."""
+    on a second stream.
 
-    def __init__(self, device: torch.device, captures: Captures | None = None):
+    `captured` says whether a CUDA graph contains transfers of the group. Replays of the graph run on the caller's stream and
+    use the same flags as eager calls. So after the first capture, the stream and the caller's stream wait for each other."""
+
+    calls = Calls()
+    captured = False
+
+    def __init__(self, device: torch.device):
         self.stream, self.device = torch.cuda.Stream(device), device
         self.on, self.follow = On(self.stream), Follow()
-        self.captures = captures or Captures()
         self.spare: list[torch.cuda.Event] = []  # events of finished transfers, for reuse
         self.beside: torch.cuda.Stream | None = None
 
-    def start(self, run: Work, tensors: Sequence[Tensor], since: Moment | None) -> StartedTransfer:
+    def issue(
+        self,
+        run: Work,
+        tensors: Sequence[Tensor],
+        what: str,
+        step: int,
+        after: Work | None = None,
+        since: Moment | None = None,
+    ) -> Transfer:
         if since is None:
             self.follow(self.stream, current(self.device))
         else:
@@ -139,7 +135,15 @@ class CudaQueue(Queue):
             run()
         done = self.spare.pop() if self.spare else torch.cuda.Event()
         done.record(self.stream)
-        return _CudaTransfer(self, done, list(tensors))
+        return Transfer(self, [done], what, step, after, list(tensors))
+
+    def wait(self, started: list[torch.cuda.Event]) -> None:
+        if started:
+            done = started.pop()
+            current(self.device).wait_event(done)
+            self.spare.append(done)  # the wait is enqueued, so the event may be reused
+
+    def check(self, started: list[torch.cuda.Event]) -> None: ...
 
     def moment(self) -> Moment:
         event = torch.cuda.Event()
@@ -147,7 +151,10 @@ class CudaQueue(Queue):
         return event
 
     def then(self, run: Work) -> None:
-        self.captures.enter(self.stream)
+        within = capturing(self.device)
+        self.captured |= within
+        if self.captured and not (within and _captured(self.stream)):
+            self.follow(self.stream, current(self.device))
         with self.on:
             run()
 
@@ -168,56 +175,12 @@ class CudaQueue(Queue):
             current(self.device).wait_stream(self.beside)
 
     def join(self) -> None:
-        self.captures.leave(self.stream)
+        if self.captured and (not capturing(self.device) or _captured(self.stream)):
+            self.follow(current(self.device), self.stream)
         self.settle()
 
 
-class _CudaTransfer:
-    """Keeps the tensors alive until the wait, because PyTorch's allocator knows only the caller's stream."""
-
-    def __init__(self, queue: CudaQueue, done: torch.cuda.Event, tensors: list[Tensor]):
-        self.queue, self.tensors = queue, tensors
-        self.done: torch.cuda.Event | None = done
-
-    def wait(self) -> None:
-        if self.done is not None:
-            current(self.queue.device).wait_event(self.done)
-            self.queue.spare.append(self.done)  # the wait is enqueued, so the event may be reused
-            self.done = None
-
-    def finish(self) -> None:
-        self.tensors = []
-
-    def __del__(self) -> None:
-        if self.tensors:  # an exception prevented the wait, and their memory is about to be reused
-            self.wait()
-
-
-class Captures:
-    """Whether a CUDA graph contains transfers of a group. Replays of the graph run on the caller's stream and use the same
-    flags as eager calls. So after the first capture, the transport's streams and the caller's stream wait for each other."""
-
-    def __init__(self) -> None:
-        self.some = False
-
-    @cached_property
-    def follow(self) -> Follow:
-        """Created at first use: on a CPU there are no events."""
-        return Follow()
-
-    def enter(self, stream: torch.cuda.Stream) -> None:
-        """Called before `stream` does anything."""
-        if capturing(stream.device):
-            self.some = True
-            if _captured(stream):
-                return
-        if self.some:
-            self.follow(stream, current(stream.device))
-
-    def leave(self, stream: torch.cuda.Stream) -> None:
-        """Called at the end of a forward or backward."""
-        if self.some and (not capturing(stream.device) or _captured(stream)):
-            self.follow(current(stream.device), stream)
+Queue = HostQueue | CudaQueue
 
 
 def _captured(stream: torch.cuda.Stream) -> bool:

@@ -8,11 +8,11 @@ counters, so a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, groupby
+from itertools import accumulate, pairwise
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -21,27 +21,35 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.batched_copy import copy_all
-from attention.geometry.transfers import Intervals
 from attention.gpu import cuda_graphs
 from attention.gpu.priority_stream import CudaPriorityStream, Inline, PriorityStream
 from attention.gpu.streams import current
 from attention.profiling import phase
 from attention.tensors import TOKENS
 from attention.transports.collective import Collective
-from attention.transports.fabric import WORDS, CudaFabric, Fabric, HostFabric, Shared, obstacle, together
+from attention.transports.fabric import (
+    WORDS,
+    Copy,
+    CudaFabric,
+    Fabric,
+    HostFabric,
+    Operation,
+    Shared,
+    obstacle,
+    together,
+)
 from attention.transports.interface import Done, Handle, Message, Messages, Publication
-from attention.transports.mailboxes import mailboxes_bytes, release_mailboxes
-from attention.transports.queues import Captures, CudaQueue, HostQueue, Moment, Queue
+from attention.transports.mailboxes import Mailboxes
+from attention.transports.queues import CudaQueue, HostQueue, Moment, Queue
 
 MOST_RINGS = 32  # kinds of publications: kv, dkv, ...
 # the number of slots, for kinds that a call publishes again before remote ranks have read the last one; others have 1
 DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
+MOST_PITCH = 2**31 - 1  # bytes between the rows of a copy
 MOST_ARRANGEMENTS = 64  # cached per ring
-MOST_KNOWN = 8  # arrangements per `Messages` whose pulls are cached
-
-Operation = Callable[[], None]
+MOST_KNOWN = 8  # arrangements and layouts per `Messages` whose pulls are cached
 
 
 @dataclass(frozen=True, eq=False)  # hashed by identity, since `arrange` keeps them
@@ -59,7 +67,7 @@ class Arrangement:
 @lru_cache(maxsize=4096)
 def arrange(shapes: tuple[tuple[int, ...], ...], tokens: int, dtype: torch.dtype) -> Arrangement:
     padded = tuple((*shape[:-3], tokens, *shape[-2:]) for shape in shapes)
-    sizes = [-(-prod(each) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for each in padded]
+    sizes = [-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in padded]
     starts = list(accumulate(sizes, initial=0))
     return Arrangement(dtype, shapes, padded, tuple(starts[:-1]), starts[-1])
 
@@ -82,14 +90,12 @@ class BufferRing:
     def __init__(self, flags: list[Flags]):
         self.flags = flags  # by slot
         self.turn = 0  # the slot of the last publication of this call
-        self.capacity = 0
-        self.shared = Shared([])
-        self.mine: dict[tuple[int, Arrangement], list[Tensor]] = {}  # this rank's tensors in a slot, for reuse
         self.filling: _SlotPublication | None = None  # a publication that has a slot but is not published yet
+        self.forget()
 
     def forget(self) -> None:
-        self.shared, self.capacity = Shared([]), 0
-        self.mine.clear()
+        self.shared, self.capacity = Shared(), 0  # bytes of a slot
+        self.mine: dict[tuple[int, Arrangement], list[Tensor]] = {}  # this rank's tensors in a slot, for reuse
 
 
 class BufferPool:
@@ -97,94 +103,93 @@ class BufferPool:
     guards a rank's reads of its own publications. So its calls run one after another, even on several streams."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.rank, self.world = dist.get_rank(group), dist.get_world_size(group)
-        self.on_cuda = device.type == "cuda"
-        self.device, self.captures = device, Captures()
+        self.device, self.on_cuda = device, device.type == "cuda"
         self.caller: torch.cuda.Stream | None = None  # of the last call
         self.fabric: Fabric
         self.queue: Queue
         self.priority_stream: PriorityStream
         with together(group):  # the driver may be missing on a single rank
-            if device.type == "cuda":
-                self.fabric = CudaFabric(group, device)
-                self.queue = CudaQueue(device, self.captures)
+            if self.on_cuda:
+                self.fabric, self.queue = CudaFabric(group, device), CudaQueue(device)
                 self.priority_stream = CudaPriorityStream(device)
             else:
                 self.fabric, self.queue = HostFabric(group, device), HostQueue()
                 self.priority_stream = Inline(apart=True)
-        # each rank starts with the next rank, so at first no two ranks pull from the same one
-        self.remote_ranks = [(self.rank + i) % self.world for i in range(1, self.world)]
+        self.remote = self.fabric.remote
         with torch.inference_mode(False):  # used by calls of any mode, like all memory here
-            self.flags = self.fabric.allocate(MOST_RINGS * MOST_SLOTS * 2 * self.world * WORDS * 4)
-        self._flags(self.rank)[:, :, 1].fill_(1)
+            flags = self.fabric.allocate(MOST_RINGS * MOST_SLOTS * 2 * self.remote.world * WORDS * 4)
+            words = flags.by_rank[self.remote.rank].view(torch.int32)
+            words.view(-1, 2, self.remote.world, WORDS)[:, 1, :, 0] = 1
         with together(group):
-            self.fabric.watch(self.flags.by_rank[self.rank])
+            self.fabric.use(flags)
         self.fabric.settle()
         self.rings: dict[str, BufferRing] = {}
-        self.captured: dict[int, Shared] = {}  # memory whose addresses CUDA graphs contain
+        self.mailboxes: Mailboxes | None = None
+        self.captured: set[Shared] = set()  # memory whose addresses CUDA graphs contain
 
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds, including those that only CUDA graphs still use."""
-        now = {id(ring.shared) for ring in self.rings.values()}
-        before = sum(x.by_rank[self.rank].numel() for key, x in self.captured.items() if key not in now)
-        return before + sum(ring.capacity * len(ring.flags) for ring in self.rings.values())
+        current = {ring.shared for ring in self.rings.values()}
+        if self.mailboxes is not None:
+            current.add(self.mailboxes.shared)
+        return sum(x.nbytes for x in current | self.captured)
 
-    @torch.inference_mode(False)
-    def _flags(self, rank: int) -> Tensor:
-        """A rank's flags by ring, slot, kind (0 ready, 1 done) and remote rank. The word after each flag, the
-        mark of a wait for it, is left out."""
-        words = self.flags.by_rank[rank].view(torch.int32)
-        return words.view(MOST_RINGS, MOST_SLOTS, 2, self.world, WORDS)[..., 0]
-
-    def _slot_flags(self, what: str, ring: int, slot: int) -> Flags:
-        every = [self._flags(rank)[ring][slot] for rank in range(self.world)]
-        mine, fabric = every[self.rank], self.fabric
+    def _flags(self, what: str, ring: int, slot: int) -> Flags:
+        """A slot has the flags "ready" of all ranks, then the flags "done". The word after a flag is the mark of a wait."""
+        fabric, remote = self.fabric, self.remote
+        first = 2 * remote.world * (MOST_SLOTS * ring + slot)
+        ready, done = (range(WORDS * i, WORDS * (i + remote.world), WORDS) for i in (first, first + remote.world))
         return Flags(
-            fabric.signalling([every[remote][0][self.rank] for remote in self.remote_ranks]),
-            {
-                remote: fabric.awaiting({remote: mine[0][remote]}, f"to publish its {what}")
-                for remote in self.remote_ranks
-            },
-            fabric.signalling([every[remote][1][self.rank] for remote in self.remote_ranks]),
-            fabric.awaiting(
-                {remote: mine[1][remote] for remote in self.remote_ranks}, f"to be done with this rank's {what}"
-            ),
+            fabric.signalling(ready[remote.rank]),
+            {other: fabric.awaiting({other: ready[other]}, f"to publish its {what}") for other in remote.others},
+            fabric.signalling(done[remote.rank]),
+            fabric.awaiting({other: done[other] for other in remote.others}, f"to be done with this rank's {what}"),
         )
 
     def ring(self, what: str, size: int) -> BufferRing:
         """The buffer ring of a kind, with slots of at least `size` bytes. If it must grow, all ranks must call this. Raises
         RuntimeError if they ask for different sizes."""
         if what not in self.rings:
-            n = len(self.rings)
-            self.rings[what] = BufferRing([self._slot_flags(what, n, slot) for slot in range(DEPTHS.get(what, 1))])
+            slots = range(DEPTHS.get(what, 1))
+            self.rings[what] = BufferRing([self._flags(what, len(self.rings), slot) for slot in slots])
         ring = self.rings[what]
         if size > ring.capacity:
-            if self.capturing():
-                raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
+            self._check_growth(repr(what))
             size = max(size, ring.capacity * 5 // 4)  # a decode's KV cache grows slowly: reallocate seldom
             size = -(-size // ALIGNMENT) * ALIGNMENT
             self.fabric.settle()
-            self.fabric.remote.alike(f"{size:,} bytes for {what}")
+            self.remote.alike(f"{size:,} bytes for {what}")
             ring.forget()  # free it before the larger one is allocated
             with torch.inference_mode(False):
                 ring.shared = self.fabric.allocate(size * len(ring.flags))
             ring.capacity = size
         return ring
 
+    def mailboxes_for(self, pieces: int) -> Mailboxes:
+        """Memory for at least so many pieces of partial results. If it must grow, all ranks must call this."""
+        assert isinstance(self.fabric, CudaFabric), "kernels run on GPUs"
+        if self.mailboxes is None or pieces > self.mailboxes.box.capacity:
+            self._check_growth("partial results")
+            with torch.inference_mode(False):
+                self.mailboxes = Mailboxes(self.fabric, pieces)
+        if self.capturing():
+            self.captured.add(self.mailboxes.shared)
+        return self.mailboxes
+
+    def _check_growth(self, what: str) -> None:
+        if self.capturing():
+            raise RuntimeError(f"symmetric memory for {what} cannot grow in a capture: call once before it")
+
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured."""
         return self.on_cuda and torch.cuda.is_current_stream_capturing()
-
-    def filling(self, what: str) -> _SlotPublication | None:
-        ring = self.rings.get(what)
-        return ring.filling if ring else None
 
     def acquire(self, what: str, ring: BufferRing) -> int:
         """The slot of the next publication, free once remote ranks have read its last content."""
         ring.turn = (ring.turn + 1) % len(ring.flags)
         if self.capturing():
-            self.captured[id(ring.shared)] = ring.shared
+            self.captured.add(ring.shared)
             self.queue.settle()  # a graph runs branches in any order: the wait below must follow this rank's signals
         with phase(f"wait_room_{what}"):
             ring.flags[ring.turn].await_done()
@@ -195,47 +200,31 @@ class BufferPool:
         previous call, even if that ran on another stream. If an exception left a publication unpublished, it is published
         now, so that remote ranks do not deadlock. Raises RuntimeError if a wait has failed before, with that wait's
         message."""
-        self.fabric.remote.check()
-        for ring in self.rings.values():
-            ring.turn = 0
-        if self.on_cuda and not self.capturing():
+        self.remote.check()
+        capturing = self.capturing()
+        if self.on_cuda and not capturing:
             now = current(self.device)
             if self.caller is not None and self.caller.stream_id != now.stream_id:
                 now.wait_stream(self.caller)
             self.caller = now
-        left = [ring.filling for ring in self.rings.values() if ring.filling is not None]
-        if not left:
-            return
-        if self.capturing():
-            raise RuntimeError("an earlier call raised an exception: call once more before a capture")
         for ring in self.rings.values():
+            ring.turn = 0
+            left = ring.filling
+            if left is None:
+                continue
+            if capturing:
+                raise RuntimeError("an earlier call raised an exception: call once more before a capture")
             ring.filling = None
-        done = [each for each in left if not each.captured]  # a failed capture enqueued nothing
-        for each in done:
-            self.publish(each.flags)
-        for each in done:
-            each.close()
-
-    def publish(self, flags: Flags) -> None:
-        """Signals "ready" to remote ranks, after the caller's stream has written the publication."""
-        self.queue.aside(flags.signal_ready)
-
-    def finish(self, flags: Flags, unseen: Sequence[int]) -> None:
-        """Signals "done" to remote ranks, after the pulls so far. First awaits and resets the "ready" flags of the `unseen`
-        ranks, from which nothing was pulled."""
-
-        def run() -> None:
-            for remote in unseen:
-                flags.await_ready[remote]()
-            flags.signal_done()
-
-        self.queue.then(run)
+            if not left.captured:  # a failed capture enqueued nothing
+                self.queue.aside(left.flags.signal_ready)
+                left.close()
 
     def release(self) -> None:
         for ring in self.rings.values():
             ring.forget()
+        self.mailboxes = None
         self.captured.clear()
-        self.captures.some = False  # the memory that the graphs use is gone
+        self.queue.captured = False  # the memory that the graphs use is gone
 
 
 _pools: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, BufferPool | str]] = WeakKeyDictionary()
@@ -246,15 +235,11 @@ def pool_of(group: dist.ProcessGroup, device: torch.device) -> BufferPool | str:
     creates it."""
     made = _pools.setdefault(group, {})
     if device not in made:
-        made[device] = obstacle(group, device) or _pool(group, device)
+        try:
+            made[device] = obstacle(group, device) or BufferPool(group, device)
+        except RuntimeError as error:
+            made[device] = f"no symmetric memory here: {str(error).splitlines()[0]}"
     return made[device]
-
-
-def _pool(group: dist.ProcessGroup, device: torch.device) -> BufferPool | str:
-    try:
-        return BufferPool(group, device)
-    except RuntimeError as error:
-        return f"no symmetric memory here: {str(error).splitlines()[0]}"
 
 
 def _all_pools() -> list[BufferPool]:
@@ -262,7 +247,7 @@ def _all_pools() -> list[BufferPool]:
 
 
 def _synchronize() -> None:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
@@ -272,24 +257,23 @@ def release() -> None:
     cuda_graphs.forget()
     for pool in _all_pools():
         pool.release()
-    release_mailboxes()
 
 
 @contextmanager
 def captures_undone() -> Iterator[None]:
     """At its end, the pools forget all captures that were made within this context."""
-    before = {id(pool): (pool.captures.some, dict(pool.captured)) for pool in _all_pools()}
+    before = {pool: (pool.queue.captured, set(pool.captured)) for pool in _all_pools()}
     try:
         yield
     finally:
         _synchronize()
         for pool in _all_pools():
-            pool.captures.some, pool.captured = before.get(id(pool), (False, {}))
+            pool.queue.captured, pool.captured = before.get(pool, (False, set()))
 
 
 def held_bytes() -> int:
     """Bytes of symmetric memory that this process holds, outside PyTorch's allocator."""
-    return sum(pool.nbytes for pool in _all_pools()) + mailboxes_bytes()
+    return sum(pool.nbytes for pool in _all_pools())
 
 
 class Symmetric(Collective):
@@ -310,14 +294,15 @@ class Symmetric(Collective):
         return published.mine
 
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
-        published = self.pool.filling(what)
-        if published is None or list(map(id, tensors)) != list(map(id, published.mine)):
+        ring = self.pool.rings.get(what)
+        published = ring.filling if ring else None
+        if published is None or [*map(id, tensors)] != [*map(id, published.mine)]:
             most = max(x.shape[TOKENS] for x in tensors) if tokens is None else tokens
             published = _SlotPublication(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
                 copy_all(zip(published.mine, tensors, strict=True))
         published.ring.filling = None
-        self.pool.publish(published.flags)
+        self.pool.queue.aside(published.flags.signal_ready)
         return published
 
 
@@ -328,15 +313,14 @@ class _SlotPublication:
     def __init__(
         self, transport: Symmetric, what: str, shapes: Sequence[Sequence[int]], dtype: torch.dtype, tokens: int
     ):
-        self.transport, self.what = transport, what
+        self.transport, self.what, self.pool = transport, what, transport.pool
         self.arranged = arrange(tuple(map(tuple, shapes)), tokens, dtype)
-        pool = transport.pool
-        self.ring = ring = pool.ring(what, self.arranged.size)
-        slot = pool.acquire(what, ring)
+        self.ring = ring = self.pool.ring(what, self.arranged.size)
+        slot = self.pool.acquire(what, ring)
         self.flags, self.shared, self.at = ring.flags[slot], ring.shared, slot * ring.capacity
-        self.seen: set[int] = set()  # remote ranks whose "ready" was awaited
+        self.unseen = list(self.pool.remote.others)  # whose "ready" was not awaited yet
         self.taken: Moment | None = None
-        self.captured = pool.capturing()
+        self.captured = self.pool.capturing()
         ring.filling = self
         kept = slot, self.arranged
         if kept not in ring.mine:
@@ -347,106 +331,104 @@ class _SlotPublication:
 
     @torch.inference_mode(False)
     def _mine(self) -> list[Tensor]:
-        held, arranged = self.shared.by_rank[self.transport.pool.rank], self.arranged
-        found = []
-        for shape, whole, start in zip(arranged.shapes, arranged.padded, arranged.starts, strict=True):
-            first = self.at + start
-            x = held[first : first + prod(whole) * arranged.dtype.itemsize].view(arranged.dtype).view(whole)
-            found.append(x.narrow(TOKENS, 0, shape[-3]))
-        return found
+        arranged = self.arranged
+        memory = self.shared.by_rank[self.pool.remote.rank][self.at : self.at + arranged.size].view(arranged.dtype)
+        views = []
+        for shape, padded, start in zip(arranged.shapes, arranged.padded, arranged.starts, strict=True):
+            first = start // arranged.dtype.itemsize
+            views.append(memory[first : first + prod(padded)].view(padded).narrow(TOKENS, 0, shape[TOKENS]))
+        return views
 
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.receives:
             return Done()
-        pool, transport, shared = self.transport.pool, self.transport, self.shared
-        wanted = [(*each, each[0] not in self.seen) for each in self._pulls(messages)]
-        self.seen.update(remote for remote, *_ in wanted)
+        flags, fabric, unseen = self.flags, self.pool.fabric, self.unseen
+        pulls, nbytes = self._pulls(messages, into)
+        self.unseen = [remote for remote in unseen if remote not in pulls]
+        self.transport.counted(self.what, nbytes)
 
         def run() -> None:
-            for remote, pulls, first in wanted:
-                if first:
-                    self.flags.await_ready[remote]()
+            targets = [x.data_ptr() for x in into]  # which this keeps alive
+            for remote, copies in pulls.items():
+                if remote in unseen:
+                    flags.await_ready[remote]()
                 with phase(f"comm_{self.what}", step):
-                    for pull in pulls:
-                        targets = [into[number] for number in pull.into]
-                        for element, start, n, starts in pull.copies:
-                            pool.fabric.copy(targets, element, start, n, shared, remote, [self.at + x for x in starts])
-                        transport.counted(self.what, pull.nbytes)
+                    fabric.copy(copies, targets, self.shared.addresses[remote] + self.at)
 
-        return pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
+        return self.pool.queue.issue(run, into, self.what, step, since=self.taken if early else None)
 
-    def _pulls(self, messages: Messages) -> list[tuple[int, list[_Pull]]]:
-        """The pulls from each remote rank, in the order of `BufferPool.remote_ranks`."""
-        known: _Known | None = messages.known.get(id(self.arranged))
-        if known is None:
-            by_remote: dict[int, list[Message]] = {remote: [] for remote in self.transport.pool.remote_ranks}
-            for message in messages.receives:
-                by_remote[message.remote].append(message)
-            pulls = [
-                (remote, [_pull(alike, self.arranged) for alike in _alike(found, self.arranged)])
-                for remote, found in by_remote.items()
-                if found
-            ]
+    def _pulls(self, messages: Messages, into: Sequence[Tensor]) -> tuple[dict[int, list[Copy]], int]:
+        """The copies from each remote rank, in the order of `Remote.others`, and their bytes. The messages keep them, for tensors
+        that lie alike."""
+        ends = [(x.data_ptr(), x.untyped_storage().data_ptr()) for x in into]
+        # bytes from the tensor before, if both lie in one allocation, as the rows of one copy must
+        apart = [0, *(b - a if same == there else 0 for (a, same), (b, there) in pairwise(ends))]
+        strides = [x.stride() for x in into]
+        key = self.arranged, *strides, *apart
+        if key not in messages.known:
             if len(messages.known) >= MOST_KNOWN:
                 messages.known.clear()
-            known = messages.known[id(self.arranged)] = _Known(self.arranged, pulls)
-        return known.pulls
+            copies = {
+                remote: _copies([m for m in messages.receives if m.remote == remote], self.arranged, strides)
+                for remote in self.pool.remote.others
+            }
+            nbytes = sum(x.width * x.rows for every in copies.values() for x in every)
+            messages.known[key] = {remote: _paired(every, apart) for remote, every in copies.items() if every}, nbytes
+        return messages.known[key]
 
     def close(self) -> None:
-        pool = self.transport.pool
-        pool.finish(self.flags, [remote for remote in pool.remote_ranks if remote not in self.seen])
+        """Signals "done" to remote ranks, after the pulls so far. First awaits and resets the "ready" flags of the ranks from
+        which nothing was pulled."""
+        flags, unseen = self.flags, self.unseen
+
+        def run() -> None:
+            for remote in unseen:
+                flags.await_ready[remote]()
+            flags.signal_done()
+
+        self.pool.queue.then(run)
 
 
-@dataclass(frozen=True)
-class _Pull:
-    """A pull of the same tokens from several published tensors of one shape.
-
-    into: for each published tensor, the index of the receiver's tensor. copies: (batch element, first token in the target,
-    number of tokens, and for each published tensor the byte of the slot at which its source starts)."""
-
-    into: tuple[int, ...]
-    copies: tuple[tuple[int, int, int, tuple[int, ...]], ...]
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class _Known:
-    """The pulls of some messages, for publications of one arrangement. It keeps the arrangement alive, because the cache
-    is keyed by its `id`."""
-
-    arranged: Arrangement
-    pulls: list[tuple[int, list[_Pull]]]
-
-
-def _pull(messages: list[Message], arranged: Arrangement) -> _Pull:
-    """messages: from one remote rank, all of the same tokens."""
-    shape = arranged.padded[messages[0].tensor]
-    each = shape[-2] * shape[-1] * arranged.dtype.itemsize  # bytes of a token
-    copies = []
-    for element in range(shape[0] if len(shape) == 4 else 1):
-        for source, target, n in stretches(messages[0].source, messages[0].target):
-            skip = (element * shape[-3] + source) * each
-            copies.append((element, target, n, tuple(arranged.starts[m.tensor] + skip for m in messages)))
-    moved = sum(n * each * len(starts) for *_, n, starts in copies)
-    return _Pull(tuple(m.into for m in messages), tuple(copies), moved)
+def _copies(messages: list[Message], arranged: Arrangement, strides: Sequence[tuple[int, ...]]) -> list[Copy]:
+    """The copies that bring messages from one remote rank into tensors of these strides, by batch element and interval.
+    Intervals that are adjacent at both ends are one copy."""
+    copies: list[Copy] = []
+    size = arranged.dtype.itemsize
+    for message in messages:
+        *batch, tokens, heads, head_dim = arranged.padded[message.tensor]
+        *outer, pitch, _, _ = (size * stride for stride in strides[message.into])
+        width = heads * head_dim * size  # of a token, whose heads are contiguous
+        for element in range(prod(batch)):
+            joined: Copy | None = None
+            for (start, stop), (at, _) in zip(message.source, message.target, strict=True):
+                target = element * sum(outer) + at * pitch
+                source = arranged.starts[message.tensor] + (element * tokens + start) * width
+                if joined and (target, source) == (
+                    joined.target + joined.rows * pitch,
+                    joined.source + joined.rows * width,
+                ):
+                    joined.rows += stop - start
+                else:
+                    joined = Copy(message.into, target, pitch, source, width, width, stop - start)
+                    copies.append(joined)
+    for x in copies:
+        if x.target_pitch == x.width or x.rows == 1:
+            x.width, x.rows = x.width * x.rows, 1
+    return [x for x in copies if x.width * x.rows]
 
 
-def _alike(messages: list[Message], arranged: Arrangement) -> list[list[Message]]:
-    """Groups of consecutive messages with the same tokens and shape."""
-
-    def form(message: Message) -> object:
-        return message.source, message.target, arranged.shapes[message.tensor][-2:]
-
-    return [list(alike) for _, alike in groupby(messages, form)]
-
-
-def stretches(source: Intervals, target: Intervals) -> tuple[tuple[int, int, int], ...]:
-    """(source, target, tokens) of each pair of intervals; pairs that are adjacent at both ends are joined."""
-    joined: list[tuple[int, int, int]] = []
-    for (a, b), (c, _) in zip(source, target, strict=True):
-        if joined and joined[-1][0] + joined[-1][2] == a and joined[-1][1] + joined[-1][2] == c:
-            there, here, before = joined.pop()
-            joined.append((there, here, before + b - a))
-        else:
-            joined.append((a, c, b - a))
-    return tuple(joined)
+def _paired(copies: list[Copy], apart: Sequence[int]) -> list[Copy]:
+    """Copies of the same tokens of two tensors, such as keys and values, are the two rows of one copy where the tensors lie in
+    one allocation. apart: the bytes of each tensor from the one before, or 0."""
+    paired: list[Copy] = []
+    for x in sorted(copies, key=lambda x: (x.target, x.into)):
+        if paired and x.rows == paired[-1].rows == 1:
+            first = paired[-1]
+            same = (x.into, x.target, x.width) == (first.into + 1, first.target, first.width)
+            pitches = apart[x.into], x.source - first.source
+            if same and x.width <= min(pitches) and max(pitches) <= MOST_PITCH:
+                first.target_pitch, first.source_pitch = pitches
+                first.rows = 2
+                continue
+        paired.append(x)
+    return paired

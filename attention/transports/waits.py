@@ -12,76 +12,74 @@ import sys
 import threading
 import time
 import weakref
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from attention.agreement import PATIENCE_S, Calls, calls_over
-from attention.gpu.cuda_driver import function
+from attention.gpu.cuda_driver import WORD, function
 from attention.gpu.private import timeout_s
 
 INTERVAL_S = 1.0  # between two checks of the watchdog
 IDLE, WAITING, SEEN = 0, 1, 0x0101  # values of a mark: the stream writes the word, the watchdog only its second byte
-CHUNK = 1 << 16  # bytes that the watchdog copies at once
+MOST_WAITS = 16  # of one memory followed at once: in a call that hangs, many pieces of a mailbox wait
 
 
-@dataclass(frozen=True)
-class Process:
-    """`started`: start time in clock ticks since the boot, because pids are reused."""
-
-    pid: int
-    started: int
-
-    @staticmethod
-    def of(pid: int) -> Process | None:
-        """None where this process sees no running process with that pid."""
-        try:
-            found = _stat(pid)
-        except OSError:
-            return None
-        return None if found is None else Process(pid, found)
-
-    def gone(self) -> bool:
-        """Whether it has ended; False if that is unknown, for instance without a free file descriptor."""
-        try:
-            return _stat(self.pid) != self.started
-        except OSError:
-            return False
+def gathered(group: dist.ProcessGroup, mine: Any) -> list[Any]:
+    """Every rank's object, by rank. Collective."""
+    objects: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(objects, mine, group=group)
+    return objects
 
 
-def _stat(pid: int) -> int | None:
-    """The start time of a running process, from /proc. Raises OSError where /proc cannot be read; then nothing is
-    known."""
+def started(pid: int) -> int | None:
+    """When a running process started, in clock ticks since the boot, because pids are reused. 0 if this process sees none
+    with that pid, and None if that is unknown, for instance without a free file descriptor."""
     try:
-        found = Path(f"/proc/{pid}/stat").read_bytes()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
+        return 0
+    except OSError:
         return None
-    state, *fields = found.rpartition(b")")[2].split()
-    return None if state in (b"Z", b"X") else int(fields[18])
+    state, *fields = stat.rpartition(b")")[2].split()
+    return 0 if state in (b"Z", b"X") else int(fields[18])
 
 
 class Remote:
     """The remote ranks of a group, as seen by waits for them. Ranks are numbered within the group; messages give global
-    ranks. Construction is collective. `failed`: the first failure, after which data in shared memory cannot be trusted."""
+    ranks. Construction is collective. The group is referenced weakly, because a cached pool must not keep it alive.
+    `failed`: the first failure, after which data in shared memory cannot be trusted."""
 
     calls = Calls()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self._group, self.device, self.calls = weakref.ref(group), device, calls_over(group)
-        self.rank = dist.get_rank(group)
-        world = dist.get_world_size(group)
-        self.names = [dist.get_global_rank(group, rank) for rank in range(world)]
-        found: list[Any] = [None] * world
-        dist.all_gather_object(found, Process.of(os.getpid()), group=group)
+        self.rank, self.names = dist.get_rank(group), dist.get_process_group_ranks(group)
+        self.world = len(self.names)
+        # each rank starts with the next rank, so at first no two ranks pull from the same one
+        self.others = [(self.rank + i) % self.world for i in range(1, self.world)]
+        mine = os.getpid(), started(os.getpid())
         # only the processes that this rank can see: containers have their own pids
-        self.processes = {rank: p for rank, p in enumerate(found) if p is not None and Process.of(p.pid) == p}
+        self.processes = {
+            rank: (pid, start)
+            for rank, (pid, start) in enumerate(gathered(group, mine))
+            if start and started(pid) == start
+        }
         self.failed: str | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError("the process group was destroyed; make the function again over an existing one")
+        return group
 
     def check(self) -> None:
         """Raises RuntimeError after a wait that failed."""
@@ -94,12 +92,11 @@ class Remote:
 
     def alike(self, mine: str) -> None:
         """Raises RuntimeError, on every rank, unless all ranks ask for the same. Collective."""
-        found: list[Any] = [None] * len(self.names)
-        dist.all_gather_object(found, mine, group=self._group())
-        if len(set(found)) > 1:
-            asked = ", ".join(f"rank {name} shares {each}" for name, each in zip(self.names, found, strict=True))
+        asked = gathered(self.group, mine)
+        if len(set(asked)) > 1:
+            shares = ", ".join(f"rank {name} shares {share}" for name, share in zip(self.names, asked, strict=True))
             raise self.fail(
-                f"transport=symm: the ranks made different calls: {asked}; all ranks of a group must make the same "
+                f"transport=symm: the ranks made different calls: {shares}; all ranks of a group must make the same "
                 "calls in the same order; start all ranks again"
             )
 
@@ -107,10 +104,10 @@ class Remote:
         """Why this rank should stop waiting for `ranks` (`action`: what they should do), or None."""
         me = f"transport=symm: rank {self.names[self.rank]}"
         for rank in ranks:
-            process = self.processes.get(rank)
-            if process is not None and process.gone():
+            pid, start = self.processes.get(rank, (0, None))
+            if start is not None and started(pid) not in (start, None):
                 return (
-                    f"{me} waited for rank {self.names[rank]} {action}, but its process {process.pid} is gone; "
+                    f"{me} waited for rank {self.names[rank]} {action}, but its process {pid} is gone; "
                     "its own output says why; start all ranks again"
                 )
         group = self._group()
@@ -128,138 +125,82 @@ class Remote:
 
 
 @dataclass(frozen=True)
-class Pending:
-    """A wait in progress on a stream: the word and the value of its mark, the ranks that have not signalled, and the action
-    that they should signal."""
-
-    mark: int
-    state: int
-    missing: tuple[int, ...]
-    action: str
-
-
-class FlagMemory(Protocol):
-    """int32 words that streams write to."""
-
-    def read(self, first: int, n: int) -> Sequence[int]: ...
-
-    def see(self, mark: int) -> None:
-        """Set the second byte of that word to 1."""
-
-
-@dataclass(frozen=True)
 class Wait:
-    """A wait that a stream may make: the word of its mark, and the word of each rank's flag. The stream sets the mark to
-    WAITING before the wait and to IDLE after it."""
+    """What a stream or kernel waits for: by remote rank the word of the flag that it sets, and the action that it signals, as
+    in "to publish its kv"."""
 
-    mark: int
-    flags: dict[int, int]
+    flags: Mapping[int, int]
     action: str
-
-
-class Waits:
-    """All waits for flags in a memory of `words` words."""
-
-    def __init__(self, memory: FlagMemory, words: int):
-        self.memory, self.words = memory, words
-        self.every: list[Wait] = []
-
-    def pending(self) -> list[Pending]:
-        words = self.memory.read(0, self.words)
-        return [
-            Pending(x.mark, words[x.mark], tuple(rank for rank, at in x.flags.items() if words[at] != 1), x.action)
-            for x in list(self.every)
-            if words[x.mark] & 0xFF == WAITING
-        ]
 
 
 class Watch:
-    """Checks one source of waits repeatedly. A mark in which the byte set at the last check is still set belongs to the same
-    wait, because a new wait writes the whole word."""
+    """The waits for flags in one memory. Each has a mark, which is set to WAITING before the wait and to IDLE after it. A mark
+    in which the byte set at the last check is still set belongs to the same wait, because a new wait writes the whole word.
 
-    def __init__(self, pending: Callable[[], list[Pending]], memory: FlagMemory, remote: Remote):
-        self.pending, self.memory, self.remote = pending, memory, remote
+    marks: the words that may be marks. wait_of: the wait of a mark that is set."""
+
+    def __init__(self, memory: DeviceMemory, remote: Remote, marks: range, wait_of: Callable[[int], Wait]):
+        self.memory, self.remote, self.marks, self.wait_of = memory, remote, marks, wait_of
         self.since: dict[int, float] = {}
+        self.failures = 0  # checks that failed in a row
 
     def look(self, now: float) -> str | None:
         """Why the process has to end, or None."""
-        found = self.pending()
         since, self.since = self.since, {}
-        for each in found:
-            if each.state != SEEN or each.mark not in since:
-                self.memory.see(each.mark)
-                self.since[each.mark] = now
+        words = self.memory.read(self.marks[0], self.marks[-1] - self.marks[0] + 1)[:: self.marks.step]
+        for i in np.flatnonzero(words & 0xFF == WAITING)[:MOST_WAITS].tolist():
+            mark = self.marks[i]
+            if words[i] != SEEN or mark not in since:
+                self.memory.see(mark)
+                self.since[mark] = now
                 continue
-            self.since[each.mark] = since[each.mark]
-            why = self.remote.overdue(each.missing, each.action, now - since[each.mark]) if each.missing else None
-            if why is not None and each in self.pending():
+            self.since[mark] = since[mark]
+            wait = self.wait_of(mark)
+            missing = self._missing(wait)
+            why = self.remote.overdue(missing, wait.action, now - since[mark]) if missing else None
+            if why and self._missing(wait) == missing and self.memory.read(mark, 1)[0] == SEEN:
                 return why
         return None
 
-
-class DriverError(RuntimeError):
-    """The device no longer answers. The next call on it will raise, too."""
+    def _missing(self, wait: Wait) -> list[int]:
+        return [rank for rank, flag in wait.flags.items() if self.memory.read(flag, 1)[0] != 1]
 
 
 class DeviceMemory:
     """Device memory, read by copies on the watchdog's own stream, which other streams' waits do not block. Only the
-    watchdog's thread reads. `keep` keeps the memory alive."""
+    watchdog's thread reads. words: int32 `[n]`. most: the largest number of words read at once."""
 
-    def __init__(self, device: torch.device, address: int, keep: Any):
-        self.device, self.address, self.keep = device, address, keep
-        self.side = _side(device.index)  # created now: later it could block on a wait that never ends
+    def __init__(self, words: Tensor, most: int):
+        self.words = words
+        self.host = torch.ones(most + 1, dtype=torch.int32, pin_memory=True)  # the last stays 1
+        self.stream = _side_stream(words.device.index)  # created now: later it could block on a wait that never ends
+        self._fetch = function("cuMemcpyDtoHAsync_v2", 4)
+        # a copy, because a kernel may have to wait for a multiprocessor
+        self._set = function("cuMemcpyHtoDAsync_v2", 4)
+        self._wait = function("cuStreamSynchronize", 1)
 
-    def read(self, first: int, n: int) -> Sequence[int]:
-        found = array("i")
-        for at in range(4 * first, 4 * (first + n), CHUNK):
-            found.frombytes(self.side.copied(self.address + at, min(CHUNK, 4 * (first + n) - at)))
-        return found
+    def read(self, first: int, n: int) -> np.ndarray[Any, Any]:
+        self._run(self._fetch, self.host.data_ptr(), self.words.data_ptr() + 4 * first, 4 * n)
+        return self.host[:n].numpy().copy()
 
     def see(self, mark: int) -> None:
-        self.side.set_byte(self.address + 4 * mark + 1)
+        """Sets the second byte of that word to 1."""
+        self._run(self._set, self.words.data_ptr() + 4 * mark + 1, self.host[-1:].data_ptr(), 1)
 
-
-class _Side:
-    """A stream and pinned memory of a device, created by the driver, because PyTorch's pooled streams may be shared."""
-
-    def __init__(self, index: int):
-        address, size, pointer = ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
-        self.index = index
-        self._copy = function("cuMemcpyDtoHAsync_v2", pointer, address, size, pointer)
-        # a copy, because a kernel may have to wait for a multiprocessor
-        self._set = function("cuMemcpyHtoDAsync_v2", address, pointer, size, pointer)
-        self._wait = function("cuStreamSynchronize", pointer)
-        self.stream, self.host = pointer(), pointer()
-        non_blocking = 1
-        with torch.cuda.device(index):
-            torch.cuda.current_stream()  # so that the thread has a context
-            _checked(function("cuStreamCreate", pointer, ctypes.c_uint)(ctypes.byref(self.stream), non_blocking))
-            _checked(function("cuMemHostAlloc", pointer, size, ctypes.c_uint)(ctypes.byref(self.host), CHUNK + 1, 0))
-        self.one = pointer((self.host.value or 0) + CHUNK)
-        ctypes.memset(self.one, 1, 1)
-
-    def _run(self, copy: Callable[..., int], *given: Any) -> None:
-        torch.cuda.set_device(self.index)  # of this thread
-        _checked(copy(*given, self.stream))
-        _checked(self._wait(self.stream))
-
-    def copied(self, address: int, size: int) -> bytes:
-        self._run(self._copy, self.host, address, size)
-        return ctypes.string_at(self.host, size)
-
-    def set_byte(self, address: int) -> None:
-        """Sets the byte to 1."""
-        self._run(self._set, address, self.one, 1)
-
-
-def _checked(error: int) -> None:
-    if error:
-        raise DriverError(f"CUDA error {error}")
+    def _run(self, copy: Callable[..., None], target: int, source: int, size: int) -> None:
+        torch.cuda.set_device(self.words.device)  # of this thread
+        copy(target, source, size, self.stream)
+        self._wait(self.stream)
 
 
 @lru_cache(maxsize=64)
-def _side(index: int) -> _Side:
-    return _Side(index)
+def _side_stream(index: int) -> int:
+    """A stream of a device, created by the driver, because PyTorch's pooled streams may be shared."""
+    stream, non_blocking = WORD(), 1
+    with torch.cuda.device(index):
+        torch.cuda.current_stream()  # so that the thread has a context
+        function("cuStreamCreate", 2)(ctypes.addressof(stream), non_blocking)
+    return stream.value
 
 
 def end(why: str) -> None:
@@ -280,7 +221,6 @@ class Watchdog:
         self.end, self.interval_s = end, interval_s
         self.lock = threading.Lock()
         self.watches: list[weakref.ref[Watch]] = []
-        self.failed: dict[weakref.ref[Watch], int] = {}
         self.thread: threading.Thread | None = None
 
     def add(self, watch: Watch) -> None:
@@ -291,41 +231,30 @@ class Watchdog:
                 self.thread.start()
 
     def _run(self) -> None:
-        if torch.cuda.is_available():
-            _leave_captures_alone()
+        if torch.cuda.is_available():  # this thread may call the driver while another captures a CUDA graph
+            relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+            function("cuThreadExchangeStreamCaptureMode", 1)(ctypes.addressof(relaxed))
         while True:
             time.sleep(self.interval_s)
-            with self.lock:
-                now = list(self.watches)
-            for reference in now:
-                self._look(reference)
+            for reference in self.watches:
+                self._look(reference())
 
-    def _look(self, reference: weakref.ref[Watch]) -> None:
-        watch = reference()
-        if watch is None:
+    def _look(self, watch: Watch | None) -> None:
+        if watch is None or watch.failures == FAILURES:
             return
         try:
             why = watch.look(time.monotonic())
+            watch.failures = 0
         except Exception as error:  # the other watches must go on
-            self.failed[reference] = self.failed.get(reference, 0) + 1
-            if self.failed[reference] >= FAILURES:
-                del self.failed[reference]
+            watch.failures += 1
+            if watch.failures == FAILURES:
                 with contextlib.suppress(OSError, ValueError):  # stderr is closed
                     sys.stderr.write(
                         f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
                     )
-                with self.lock:
-                    self.watches.remove(reference)
             return
-        self.failed.pop(reference, None)
         if why is not None:
             self.end(why)
-
-
-def _leave_captures_alone() -> None:
-    """Lets this thread call the driver while another thread captures a CUDA graph."""
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-    function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p)(ctypes.byref(relaxed))
 
 
 watchdog = Watchdog()

@@ -31,7 +31,7 @@ from attention.masks.band import FULL, Band, Intervals
 from attention.profiling import NO_STEP
 from attention.tensors import empty_lse, result_like
 from attention.transports.collective import Collective
-from attention.transports.interface import Done, Handle, Message, Messages, Nothing, Publication, Transport
+from attention.transports.interface import Done, Handle, Message, Messages, Publication, Transport
 from attention.transports.symmetric import DEPTHS, arrange
 from attention.variants.base import Variant
 from runner.costs.topology import Pattern, Transfer
@@ -267,7 +267,7 @@ class _Kernel(Kernel):
 
 def _transport(log: _Log, problem: Problem, pulls: bool) -> Transport:
     if problem.ranks == 1:
-        return Nothing()
+        return Transport()
     return _Pulling(log, problem.ranks) if pulls else _Sending(log, problem.ranks)
 
 

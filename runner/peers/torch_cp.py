@@ -18,14 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention.executors.plan import Plan
-from attention.gpu.private import Private, default_group, module_with
+from attention.gpu.private import Private, default_group
 
 # PyTorch's own ring attention
 torch_cp: Private[[], Any] = Private(
     "torch.distributed.tensor.experimental._attention",
     None,
     "use another variant than torch_cp",
-    module_with("context_parallel", "_cp_options", "set_rotate_method"),
+    lambda module: (module.context_parallel, module._cp_options, module.set_rotate_method) and (lambda: module),
 )
 BACKENDS = {"sdpa_cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa_flash": SDPBackend.FLASH_ATTENTION}
 _open = ExitStack()

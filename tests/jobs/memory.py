@@ -8,7 +8,6 @@ import random
 import resource
 import weakref
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +114,8 @@ def _held(
     step()  # slots are made
     pools = [pool for by_device in symmetric._pools.values() for pool in by_device.values()]
     pools = [pool for pool in pools if isinstance(pool, symmetric.BufferPool)]
-    mapped = chain.from_iterable(
-        (pool.flags.by_rank, *(ring.shared.by_rank for ring in pool.rings.values())) for pool in pools
-    )
-    outside = {x.untyped_storage().data_ptr() for x in (*inputs, dout, *chain.from_iterable(mapped))}
+    mapped = [x for pool in pools for ring in pool.rings.values() for x in ring.shared.by_rank]
+    outside = {x.untyped_storage().data_ptr() for x in (*inputs, dout, *mapped)}
     live = Live(outside)
     with live:
         step()

@@ -28,11 +28,10 @@ from attention.geometry.schedules import (
     steps,
     union,
 )
-from attention.geometry.transfers import gather_move, move, needed_keys, step_routes
+from attention.geometry.transfers import gather_move, joined, move, needed_keys, step_routes
 from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Banded
-from attention.transports.symmetric import stretches
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS, variant
 from runner.config.variants import PACKED
@@ -304,11 +303,11 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
         route = gather_move(problem, rank).route
         for pieces in (route.receives, route.sends, route.reversed().receives, route.reversed().sends):
             assert len(pieces) == world - 1
-            assert all(len(stretches(piece.source, piece.target)) == 1 for piece in pieces)
+            assert all(len(joined(x)) == 1 for piece in pieces for x in (piece.source, piece.target))
         ring = VARIANTS["zigzag_varlen"].problem(cu, world, CAUSAL)
         for i in range(world):
             for piece in step_routes(ring, rank)[i].receives:
-                assert len(stretches(piece.source, piece.target)) == 1 and piece.target == ((0, cu[-1] // world),)
+                assert len(joined(piece.source)) == 1 and piece.target == ((0, cu[-1] // world),)
     few = (0, 2 * world, 6 * world)
     for other in (chosen.problem(few, world, CAUSAL), chosen.problem(cu, world, CAUSAL, {"grouping": "fused"})):
         assert other.schedule is GATHER

@@ -12,7 +12,7 @@ from attention import replay as replay_option
 from attention.batched_copy import copy_all
 from attention.gpu import cuda_graphs as graphs
 from attention.profiling import Recorder, recording
-from attention.transports import Nothing, release
+from attention.transports import Transport, release
 from attention.variants.registry import VARIANTS
 
 CPU = torch.device("cpu")
@@ -184,7 +184,7 @@ def test_what_no_graph_can_hold_is_refused(monkeypatch, name, options, ranks, re
     monkeypatch.undo()
     variant = VARIANTS[name]
     plan = SimpleNamespace(
-        variant=variant, options=variant.parse(options), transport=Nothing(), problem=SimpleNamespace(ranks=ranks)
+        variant=variant, options=variant.parse(options), transport=Transport(), problem=SimpleNamespace(ranks=ranks)
     )
     found = replay_option.graphs_obstacle(plan, torch.device("cuda", 0))
     assert found is None if reason is None else reason in found

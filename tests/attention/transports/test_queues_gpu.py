@@ -1,6 +1,6 @@
 """Streams beside the compute and flags of another device than the current one."""
 
-import ctypes
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -83,15 +83,15 @@ def test_what_is_aside_follows_the_callers_stream_and_holds_it_up_in_no_replay()
 
 def test_a_flag_is_written_on_the_default_stream_of_the_flags_device():
     """Whichever device is the current one; the default streams of both have the same name."""
-    fabric = object.__new__(CudaFabric)
-    fabric.device = DEVICE
-    fabric._operate = function("cuStreamBatchMemOp_v2", ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint)
     flag, x = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(1, device=DEVICE)
+    fabric = object.__new__(CudaFabric)
+    fabric.device, fabric.flags, fabric.remote = DEVICE, [0, flag.data_ptr()], SimpleNamespace(others=[1])
+    fabric._operate = function("cuStreamBatchMemOp_v2", 4)
     other = torch.cuda.Stream(DEVICE)
     torch.cuda.synchronize(DEVICE)
     with torch.cuda.device(0):
         filled_late(x)
-        fabric.signalling([flag])()
+        fabric.signalling(0)()
         with torch.cuda.stream(other):
             assert int(flag) == 0  # x is not filled yet
         torch.cuda.synchronize(DEVICE)

@@ -6,16 +6,17 @@ import subprocess
 import sys
 import threading
 import time
-from array import array
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
 from attention.geometry.mailbox import Mailbox
-from attention.transports.mailboxes import _PendingPieces
-from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Process, Remote, Wait, Waits, Watch, Watchdog
+from attention.transports.mailboxes import wait_of
+from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Remote, Wait, Watch, Watchdog, started
 from tests.jobs import shared_memory
 
 LIMIT_S = 1.0
@@ -71,26 +72,39 @@ def test_a_rank_whose_process_is_gone_is_not_waited_for(tmp_path):
     gone.wait()
 
 
-def test_a_pid_that_is_used_again_is_another_process():
-    me = Process.of(os.getpid())
-    assert not me.gone()
-    assert Process(me.pid, me.started - 1).gone()
+def test_a_process_has_started_until_it_has_ended(monkeypatch):
+    """Also one whose exit status nobody has asked for yet. Nothing is known where there is no free file descriptor."""
+    assert started(os.getpid()) == started(os.getpid()) > 0
     with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-        assert Process.of(child.pid) is None
+        assert started(child.pid) == 0
+
+    def refused(path):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert started(os.getpid()) is None
+
+
+@pytest.mark.parametrize("start, gone", ((0, False), (-1, True)))
+def test_a_pid_that_is_used_again_is_another_process(start, gone):
+    remote = Slow()
+    remote.processes = {1: (os.getpid(), started(os.getpid()) + start)}
+    assert (f"its process {os.getpid()} is gone" in (remote.overdue([1], "to publish its kv", 0.0) or "")) == gone
 
 
 class Words:
     """Memory that the test writes to as a stream does."""
 
     def __init__(self, n):
-        self.words = array("i", [0] * n)
+        self.words = numpy.zeros(n, numpy.int32)
 
     def read(self, first, n):
-        return self.words[first : first + n]
+        assert 0 <= first < first + n <= len(self.words)
+        return self.words[first : first + n].copy()
 
     def see(self, mark):
-        memoryview(self.words).cast("B")[4 * mark + 1] = 1
+        self.words.view(numpy.uint8)[4 * mark + 1] = 1
 
 
 class Slow(Remote):
@@ -110,9 +124,8 @@ class Slow(Remote):
 @pytest.fixture
 def watched():
     words = Words(8)
-    waits = Waits(words, 8)
-    waits.every.append(Wait(1, {1: 0, 2: 2}, "to publish its kv"))
-    return words, Watch(waits.pending, words, Slow())
+    waits = {1: Wait({1: 0, 2: 2}, "to publish its kv")}
+    return words, Watch(words, Slow(), range(1, 8, 2), waits.__getitem__)
 
 
 def test_a_stream_that_waits_for_too_long_is_told_for_which_ranks(watched):
@@ -154,7 +167,7 @@ def test_a_wait_that_ends_while_it_is_looked_at_is_none(watched):
 def test_a_kernel_that_waits_for_too_long_is_told_for_which_ranks():
     box = Mailbox(3, 4)
     memory = Words(box.numel)
-    watch = Watch(_PendingPieces(box, memory, rank=0), memory, Slow())
+    watch = Watch(memory, Slow(), range(box.marks, box.numel), partial(wait_of, box, memory, [1, 2]))
     assert watch.look(0.0) is None
     memory.words[box.turns + 3] = 1
     memory.words[box.marks + 3] = WAITING
@@ -174,7 +187,7 @@ def test_the_watchdog_looks_at_what_is_still_held(watched):
     ended = threading.Event()
     try:
         watchdog = Watchdog(lambda why: (told.append(why), ended.set()), interval_s=0.01)
-        watchdog.add(Watch(watch.pending, memory, Slow()))  # which nobody holds
+        watchdog.add(Watch(memory, Slow(), watch.marks, watch.wait_of))  # which nobody holds
         watchdog.add(watch)
         assert ended.wait(SOON_S)
     finally:
@@ -185,31 +198,15 @@ def test_the_watchdog_looks_at_what_is_still_held(watched):
 
 def test_a_look_that_fails_ends_no_watch_over_others_and_is_given_up_after_some(watched, capfd):
     memory, watch = watched
-    looks = threading.Semaphore(0)
-
-    def broken():
-        looks.release()
-        raise ZeroDivisionError("the driver fails")
-
-    failing = Watch(broken, memory, Slow())
+    failing = Watch(None, Slow(), watch.marks, watch.wait_of)
     watchdog = Watchdog(lambda why: None, interval_s=0.01)
     watchdog.add(failing)
     watchdog.add(watch)
-    for _ in range(FAILURES):
-        assert looks.acquire(timeout=SOON_S)
+    memory.words[1] = WAITING
     before = time.monotonic()
-    while len(watchdog.watches) > 1 and time.monotonic() < before + SOON_S:
+    while failing.failures < FAILURES and time.monotonic() < before + SOON_S:
         time.sleep(0.01)
-    assert [reference() for reference in watchdog.watches] == [watch]
-    assert "waits are no longer watched (the driver fails)" in capfd.readouterr().err
-
-
-def test_a_process_of_which_nothing_can_be_read_is_not_gone(monkeypatch):
-    """As where this process has no free file descriptor."""
-    mine = Process.of(os.getpid())
-
-    def refused(path):
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(Path, "read_bytes", refused)
-    assert not mine.gone()
+    assert memory.words[1] == SEEN and watch.failures == 0
+    time.sleep(0.1)
+    assert failing.failures == FAILURES
+    assert "waits are no longer watched ('NoneType'" in capfd.readouterr().err
