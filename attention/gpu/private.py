@@ -126,9 +126,10 @@ profile_all_threads: Private[[], dict[str, Any]] = Private(
 
 @lru_cache
 def aten(name: str) -> Callable[..., Any]:
-    """The operator `torch.ops.aten.<name>`, whose name is private. Raises UnsupportedCall if this PyTorch lacks it."""
+    """The operator `torch.ops.aten.<name>`, whose name is private, by its own binding where it has one, which is faster. Raises
+    UnsupportedCall if this PyTorch lacks it."""
     try:
-        return cast(Callable[..., Any], getattr(torch.ops.aten, name))
+        return cast(Callable[..., Any], getattr(torch, name, None) or getattr(torch.ops.aten, name))
     except AttributeError:
         raise UnsupportedCall(f"PyTorch {torch.__version__} has no operator aten::{name}; use another kernel") from None
 
@@ -262,14 +263,6 @@ def _parameters(function: Any) -> set[str] | None:
 
 
 _BAND = ("softmax_scale", "causal", "window_size_left", "window_size_right")
-_FLASH2 = (*_BAND, "dropout_p", "softcap", "alibi_slopes")
-FLASH2 = Functions(
-    "PyTorch's own FlashAttention-2 is used instead",
-    forward=("_flash_attn_forward", *_FLASH2, "return_softmax"),
-    varlen_forward=("_flash_attn_varlen_forward", *_FLASH2, "return_softmax"),
-    backward=("_flash_attn_backward", *_FLASH2, "deterministic"),
-    varlen_backward=("_flash_attn_varlen_backward", *_FLASH2, "deterministic"),
-)
 FLASH3 = Functions(
     "kernel=flash3 is refused",
     forward=("_flash_attn_forward", *_BAND),

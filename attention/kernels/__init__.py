@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from attention.errors import UnsupportedCall, nearest
-from attention.kernels.aten import Flash2, SdpaCudnn, SdpaEfficient, SdpaFlash
+from attention.kernels.aten import FLASH2, SdpaCudnn, SdpaEfficient, SdpaFlash
 from attention.kernels.cudnn_flex import CudnnFlex
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
@@ -26,8 +26,8 @@ class Absent(Kernel):
 
     align = 1
 
-    def __init__(self, name: str, summary: str, reason: str):
-        self.name, self.summary, self.reason = name, summary, reason
+    def __init__(self, name: str, reason: str):
+        self.name, self.reason, self.summary = name, reason, "a Triton kernel of ours"
 
     def missing(self, device: str) -> str | None:
         return self.reason
@@ -41,11 +41,7 @@ def _triton_kernels() -> list[Kernel]:
         from attention.kernels.triton_decode import DecodeKernel
         from attention.kernels.triton_flash import TritonFlash
     except ImportError:
-        reason = "needs the package triton: pip install triton"
-        return [
-            Absent("triton", "our Triton flash attention", reason),
-            Absent("decode", "our split-KV Triton kernel for few queries", reason),
-        ]
+        return [Absent(name, "needs the package triton: pip install triton") for name in ("triton", "decode")]
     return [TritonFlash(), DecodeKernel()]
 
 
@@ -54,7 +50,7 @@ _ALL: list[Kernel] = [
     SdpaFlash(),
     SdpaCudnn(),
     SdpaEfficient(),
-    Flash2(),
+    FLASH2,
     Flash3(),
     Flash4(),
     CudnnFlex(),
@@ -88,20 +84,21 @@ def refusal(kernel: Kernel, shape: Shape, mask: Band) -> str | None:
 def preference(shape: Shape, decode: bool = False) -> tuple[str, ...]:
     """The kernels that `auto` tries, in order: those of `FASTEST`. For value heads of another size those that take them come
     first."""
-    order = FASTEST.get(shape.device, FASTEST["cpu"])
-    if shape.softcap and shape.device == "cuda":
+    on_gpu = shape.device == "cuda"
+    order = FASTEST["cuda" if on_gpu else "cpu"]
+    if on_gpu and shape.softcap:
         order = (*order[:-1], "flex", order[-1])  # where flash4 cannot: its compilation is short beside math
-    if shape.device == "cuda" and decode:
+    if on_gpu and decode:
         order = ("decode", *order)
-    elif shape.device == "cuda" and shape.packed and shape.head_dim <= SMALL and (shape.tokens or SHORT) < SHORT:
-        order = tuple(dict.fromkeys(["flash2", *order]))
+    elif on_gpu and shape.packed:
+        first = ["flash2"] if shape.head_dim <= SMALL and (shape.tokens or SHORT) < SHORT else []
+        # one call per sequence is slower than a kernel that takes packed batches
+        order = tuple(name for name in dict.fromkeys([*first, *order]) if name != "sdpa_cudnn")
     if shape.v_head_dim == shape.head_dim:
         return order
 
     def place(name: str) -> int:
-        if isinstance(made_for(name, shape), PaddedValues):
-            return 1
-        return 2 if shape.device == "cuda" and name in SLOWER_THAN_PADDING else 0
+        return 1 if isinstance(made_for(name, shape), PaddedValues) else 2 * (on_gpu and name in SLOWER_THAN_PADDING)
 
     return tuple(sorted(order, key=place))
 
@@ -115,6 +112,12 @@ def made_for(name: str, shape: Shape) -> Kernel:
     return kernel if padded.refuses(plain, FULL) and not lacks(kernel, plain) else padded
 
 
+def why_not(name: str, shape: Shape, masks: tuple[Band, ...]) -> str | None:
+    """Why the kernel of that name cannot do a call under these masks, or None."""
+    kernel = made_for(name, shape)
+    return next(filter(None, (refusal(kernel, shape, mask) for mask in masks)), None)
+
+
 def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = False) -> Kernel:
     """The kernel of that name; for `auto` the fastest that supports all masks of a schedule. A kernel without value heads
     of another size pads (`PaddedValues`). decode: the call has few queries.
@@ -122,18 +125,13 @@ def select(name: str, shape: Shape, masks: tuple[Band, ...], decode: bool = Fals
     Raises ValueError for an unknown name, and UnsupportedCall, which names other kernels, where the kernel cannot do
     the call."""
     if name == "auto":
-        for candidate in preference(shape, decode):
-            if _why_not(candidate, shape, masks) is None:
-                return made_for(candidate, shape)
+        name = next(x for x in preference(shape, decode) if not why_not(x, shape, masks))  # math does every call
     if name not in KERNELS:
         raise ValueError(f"kernel={name!r} is not a kernel; {nearest(name, names())}")
-    kernel = made_for(name, shape)
-    for mask in masks:
-        reason = refusal(kernel, shape, mask)
-        if reason:
-            can = [each for each in KERNELS if not any(refusal(made_for(each, shape), shape, m) for m in masks)]
-            raise UnsupportedCall(f"kernel={name}: {reason}; kernels that can: {', '.join(can)}")
-    return kernel
+    if reason := why_not(name, shape, masks):
+        able = [x for x in KERNELS if not why_not(x, shape, masks)]
+        raise UnsupportedCall(f"kernel={name}: {reason}; kernels that can: {', '.join(able)}")
+    return made_for(name, shape)
 
 
 def select_for_patterns(name: str, shape: Shape, masks: tuple[Band, ...], one_each: bool) -> ForPatterns:
@@ -149,14 +147,4 @@ def passed_over(taken: str, shape: Shape, masks: tuple[Band, ...], decode: bool 
     """The kernels that `auto` prefers to `taken`, and why each could not be used."""
     order = preference(shape, decode)
     better = order[: order.index(taken)] if taken in order else ()
-    return {name: reason for name in better if (reason := _why_not(name, shape, masks))}
-
-
-def _why_not(name: str, shape: Shape, masks: tuple[Band, ...]) -> str | None:
-    """Why `auto` does not take the kernel for these masks, or None."""
-    for mask in masks:
-        if reason := refusal(made_for(name, shape), shape, mask):
-            return reason
-    if name == "sdpa_cudnn" and shape.packed:
-        return "one call per sequence: slower than a kernel that takes packed batches"
-    return None
+    return {name: reason for name in better if (reason := why_not(name, shape, masks))}

@@ -1,16 +1,11 @@
 """The kernels inside PyTorch, called through aten, the only interface that returns the LSE: `sdpa_flash` (PyTorch's CPU
-flash attention, on CUDA FlashAttention-2), `sdpa_cudnn` and `sdpa_efficient`. Also `flash2`, which is the package flash-attn where
-that is installed, else the same FlashAttention-2."""
+flash attention, on CUDA FlashAttention-2), `flash2`, which is that FlashAttention-2, `sdpa_cudnn` and `sdpa_efficient`."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
-from importlib import metadata
 from threading import Lock
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +19,11 @@ from attention.kernels.math import MATH
 from attention.masks.band import Band
 
 
-class FlashAttention2(Kernel):
+class Flash2(Kernel):
     """FlashAttention-2 inside PyTorch, on CUDA. Subclasses run it by other functions, which have its interface and limits."""
+
+    name = "flash2"
+    summary = "FlashAttention-2, inside PyTorch"
 
     def squares(self, x: Tensor, sq: int, sk: int, call: Call) -> bool:
         """It replaces a missing bound of a window by Sk and drops a bound of Sk or more; with more queries than keys either can
@@ -44,30 +42,21 @@ class FlashAttention2(Kernel):
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        return self.run_backward((dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous()), call)
-
-    def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
-        """tensors: dout, q, k, v and the final out and lse, of which dout, out and lse are contiguous."""
-        _, q, k, *_ = tensors
+        dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         with _deterministic(call.deterministic):
             grads: Triple = private.aten("_flash_attention_backward")(
-                *tensors,
-                *lengths_of(q, k, call),
-                0.0,
-                call.mask.causal,
-                seed,
-                seed,
+                *(dout, q, k, v, out, lse, *lengths_of(q, k, call), 0.0, call.mask.causal, seed, seed),
                 scale=call.scale,
                 **_window(call.mask),
             )
         return grads
 
 
-FLASH_ATTENTION_2 = FlashAttention2()
+FLASH2 = Flash2()
 
 
-class SdpaFlash(FlashAttention2):
+class SdpaFlash(Flash2):
     """On a CPU its causal mask is aligned top-left, so it is used on squares only; a band is given as an explicit mask. Its
     backward has no GQA. With fewer than 16 keys a NaN in q or k may be lost, because PyTorch's maximum over a short row
     skips it."""
@@ -186,62 +175,6 @@ class SdpaEfficient(Kernel):
             dout, q, k, v, None, out, None, None, sq, sk, lse, 0.0, seed, seed, causal, False, scale=call.scale
         )
         return _summed(groups, dq, dk, dv)
-
-
-class Flash2(FlashAttention2):
-    name = "flash2"
-
-    @property
-    def summary(self) -> str:  # type: ignore[override]
-        return f"FlashAttention-2: {self.note or 'inside PyTorch, as the package flash-attn is not installed'}"
-
-    @property
-    def note(self) -> str | None:  # type: ignore[override]
-        return None if flash_attn() is None else f"the package flash-attn {metadata.version('flash-attn')}"
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        package = flash_attn()
-        if package is None:
-            return super().attend(q, k, v, call, into)
-        forward, lengths = (package.varlen_forward, lengths_of(q, k, call)) if call.packed else (package.forward, ())
-        out, lse, *_ = forward(q, k, v, *lengths, **_package_options(call), return_softmax=False)
-        return out, lse
-
-    def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
-        package = flash_attn()
-        if package is None:
-            return super().run_backward(tensors, call)
-        _, q, k, v, *_ = tensors
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        backward, lengths = (package.varlen_backward, lengths_of(q, k, call)) if call.packed else (package.backward, ())
-        backward(*tensors, *grads, *lengths, **_package_options(call), deterministic=call.deterministic)
-        return grads
-
-
-@cache
-def flash_attn() -> SimpleNamespace | None:
-    """The low-level functions of the package flash-attn 2, or None. flash-attn-4 installs a `flash_attn`, too, but
-    without this module."""
-    try:
-        from flash_attn import flash_attn_interface as package
-    except ImportError:
-        return None
-    wrong = private.FLASH2.wrong(package)
-    if wrong:
-        warnings.warn(wrong, stacklevel=2)
-    return None if wrong else private.FLASH2.of(package)
-
-
-def _package_options(call: Call) -> dict[str, Any]:
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": call.scale,
-        "causal": call.mask.right == 0,
-        "window_size_left": call.mask.left,
-        "window_size_right": call.mask.right,
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }
 
 
 def _window(mask: Band) -> dict[str, int]:

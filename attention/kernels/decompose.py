@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import groupby, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
+from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator
 from attention.reduction.stepwise import Stepwise
-from attention.tensors import TOKENS, result_like, take
+from attention.tensors import TOKENS, empty_lse, empty_tokens, result_like, take, tokens
 
 if TYPE_CHECKING:
     from attention.kernels.interface import Call
@@ -29,12 +30,12 @@ SIDES = {3: "qkk", 6: "qqkkql"}  # the side of each of them: queries, keys, or t
 
 
 class Part(NamedTuple):
-    q: Intervals
-    k: Intervals
+    q: Interval
+    k: Interval
     call: Call
 
     def of(self, tensors: Tensors) -> list[Tensor]:
-        places = {"q": (self.q, TOKENS), "k": (self.k, TOKENS), "l": (self.q, -1)}
+        places = {"q": ((self.q,), TOKENS), "k": ((self.k,), TOKENS), "l": ((self.q,), -1)}
         return [take(x, *places[side]) for x, side in zip(tensors, SIDES[len(tensors)], strict=True)]
 
 
@@ -43,19 +44,36 @@ def by_parts(compute: Callable[..., Any], tensors: Tensors, parts: Sequence[Part
     -inf, and gradients without one are 0."""
     if tensors[0].dim() == 3:
         return batch_of_one(partial(by_parts, compute), tensors, parts, into)
-    rows, keys = [part.q for part in parts], [part.k for part in parts]
-    totals: list[tuple[Stepwise, slice]]
+    rows, keys = [(part.q,) for part in parts], [(part.k,) for part in parts]
+    totals: list[Stepwise]
     if len(tensors) == 3:
         q, _, v = tensors
-        totals = [(Accumulator(result_like(q, v), rows, into), slice(2))]
+        totals = [Accumulator(result_like(q, v), rows, into)]
     else:
         _, q, k, v, *_ = tensors
-        totals = [(Sum([q], rows, into and into[:1]), slice(1)), (Sum([k, v], keys, into and into[1:]), slice(1, 3))]
+        totals = [Sum([q], rows, into and into[:1]), Sum([k, v], keys, into and into[1:])]
     for part in parts:
-        results = compute(*part.of(tensors), part.call, None)
-        for total, own in totals:
-            total.add(*results[own])
-    return tuple(x for total, _ in totals for x in total.result())
+        results = iter(compute(*part.of(tensors), part.call, None))
+        for total in totals:
+            total.add(*islice(results, len(total.dims)))
+    return tuple(x for total in totals for x in total.result())
+
+
+def by_element(forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, call: Call, into: Any) -> Any:
+    """(out, lse) of batch elements with different numbers of keys, by a `forward` that takes one number for all: a call for each
+    element, or for neighbours of equal length. `call.lengths` are on the CPU."""
+    out, lse = into or (empty_tokens(result_like(q, v), tokens(q)), empty_lse(q))
+    lengths, first, total = call.lengths  # type: ignore[misc]
+    n, stop = tokens(q), 0
+    for length, equal in groupby(lengths.tolist()):
+        start, stop = stop, stop + len(list(equal))
+        end, parts = min(max(length, 0), total), []
+        piece = tile(call.mask, (end - n, end), (first, min(first + tokens(k), end)))
+        if piece is not None:
+            (a, b), (c, d), band = piece
+            parts = [Part((a - end + n, b - end + n), (c - first, d - first), call.under(band))]
+        by_parts(forward, [x[start:stop] for x in (q, k, v)], parts, (out[start:stop], lse[start:stop]))
+    return out, lse
 
 
 def batch_of_one(compute: Callable[..., Any], tensors: Tensors, how: Any, into: Any) -> Any:
@@ -72,7 +90,7 @@ def rectangles_of(call: Call, sq: int, sk: int) -> list[Part] | None:
     parts, q, k = [], 0, 0
     for n_q, n_k in call.sequences(sq, sk):
         for rows, keys, mask in cut(call.mask, (q, q + n_q), (k, k + n_k)):
-            parts.append(Part((rows,), (keys,), call.under(mask)))
+            parts.append(Part(rows, keys, call.under(mask)))
         q, k = q + n_q, k + n_k
     return parts
 
@@ -82,13 +100,12 @@ def cut(mask: Band, q: Interval, k: Interval) -> Iterator[tuple[Interval, Interv
     (a, b), (c, d) = q, k
     square = min(b - a, d - c)
     if mask.windowed:
-        first = max(a, b - (d - c) - mask.right) if mask.right >= 0 else a  # the first row with keys
-        rows_at_once = min(WINDOW_CHUNK, d - c) or 1
-        for start in range(first, b, rows_at_once):
-            piece = tile(mask, (start + d - b, min(start + rows_at_once, b) + d - b), k)
+        chunk, shift = min(WINDOW_CHUNK, d - c), d - b
+        for start in range(a, b, chunk or 1):
+            piece = tile(mask, (start + shift, min(start + chunk, b) + shift), k)
             if piece is not None:
                 (i, j), keys, band = piece
-                rows = i - d + b, j - d + b
+                rows = i - shift, j - shift
                 # a window, cut to a chunk, may be full or causal
                 yield from [(rows, keys, band)] if band.windowed else cut(band, rows, keys)
     elif mask.full and square:
@@ -101,10 +118,7 @@ def cut(mask: Band, q: Interval, k: Interval) -> Iterator[tuple[Interval, Interv
 
 def band_matrix(mask: Band, sq: int, sk: int, device: torch.device) -> Tensor:
     """The mask as a boolean `[sq, sk]`, for small rectangles and tests."""
-    distance = torch.arange(sk, device=device) - torch.arange(sk - sq, sk, device=device).unsqueeze(1)  # of keys behind
-    keep = torch.ones(sq, sk, dtype=torch.bool, device=device)
+    keep, shift = torch.ones(sq, sk, dtype=torch.bool, device=device), sk - sq
     if mask.left >= 0:
-        keep &= distance >= -mask.left
-    if mask.right >= 0:
-        keep &= distance <= mask.right
-    return keep
+        keep = keep.triu(shift - mask.left)
+    return keep.tril(shift + mask.right) if mask.right >= 0 else keep

@@ -20,8 +20,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from attention.errors import UnsupportedCall
 from attention.gpu import private
@@ -29,11 +31,6 @@ from attention.gpu.uploads import held, uploaded
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
 from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
 from attention.masks.pattern import Pattern
-
-try:
-    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
-except ImportError:  # a PyTorch built without it
-    AuxRequest = BlockMask = flex_attention = None  # type: ignore[assignment,misc]
 
 
 class Flex(Kernel):
@@ -44,8 +41,6 @@ class Flex(Kernel):
     features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
-        if flex_attention is None:
-            return "this PyTorch has no flex attention: pip install 'torch>=2.11'"
         return None if device == "cuda" else "needs a CUDA GPU: PyTorch has no backward of it on a CPU"
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
@@ -53,7 +48,6 @@ class Flex(Kernel):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         with torch.no_grad():
-            q, k, v = _swapped(q, k, v)
             out, lse = _attend(q, k, v, call)
         if call.pattern is not None:
             out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
@@ -62,12 +56,12 @@ class Flex(Kernel):
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        q, k, v = inputs = [x.detach().requires_grad_() for x in _swapped(q, k, v)]
+        q, k, v = inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             part, part_lse = _attend(q, k, v, call)
-        dout, out = _swapped(dout, out)
-        fed = share(dout, (out, lse), (part.detach(), part_lse.detach()))
-        dq, dk, dv = _swapped(*torch.autograd.grad((part, part_lse), inputs, fed))
+        final = out.transpose(1, 2), lse
+        fed = share(dout.transpose(1, 2), final, (part.detach(), part_lse.detach()))
+        dq, dk, dv = torch.autograd.grad((part, part_lse), inputs, fed)
         return dq, dk, dv
 
 
@@ -99,10 +93,9 @@ def block_mask(pattern: Pattern, device: torch.device) -> Any:
         return seen
 
     def listed(lists: Lists) -> tuple[Tensor, Tensor]:
-        padded = torch.zeros(1, 1, len(lists.counts), -(-pattern.n_k // TILE), dtype=torch.int32, device=device)
-        wide = min(padded.shape[3], lists.indices.shape[1])
-        padded[0, 0, :, :wide] = uploaded(lists.indices[:, :wide].copy(), device)
-        return uploaded(lists.counts, device).view(1, 1, -1), padded
+        width = -(-pattern.n_k // TILE)
+        padded = np.pad(lists.indices, ((0, 0), (0, width)))[None, None, :, :width]
+        return uploaded(lists.counts[None, None], device), uploaded(padded.copy(), device)
 
     lists, lengths = by_queries(tiles), (pattern.n_q, pattern.n_k)
     mask = BlockMask.from_kv_blocks(
@@ -113,10 +106,10 @@ def block_mask(pattern: Pattern, device: torch.device) -> Any:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
-    """(out `[B, H, Sq, Dv]`, lse `[B, H, Sq]`) of q `[B, H, Sq, D]` over k `[B, Hk, Sk, D]` and v `[B, Hk, Sk, Dv]`; packed
-    batches have B = 1.
+    """(out `[B, H, Sq, Dv]`, lse `[B, H, Sq]`), differentiable; packed batches have B = 1.
 
     Raises UnsupportedCall where PyTorch's compiler has no kernel for these lengths."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     intervals, mask = 0, None  # of a query: what the compiled code depends on
     if call.pattern is not None or call.packed or not call.mask.full:
         pattern = call.as_pattern(q.shape[2], k.shape[2])
@@ -161,8 +154,3 @@ def _compiled(key: tuple[Any, ...]) -> Callable[..., Pair]:
     uncompiled and hold all scores at once."""
     own = private.with_own_code(_call, f"flex_{_compiled.cache_info().currsize}")
     return torch.compile(own, dynamic=False, fullgraph=True)
-
-
-def _swapped(*xs: Tensor) -> list[Tensor]:
-    """`[B, S, H, D]` as `[B, H, S, D]`, and back."""
-    return [x.transpose(1, 2) for x in xs]

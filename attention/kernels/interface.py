@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -14,8 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.gpu.uploads import uploaded
-from attention.kernels.by_element import by_element
-from attention.kernels.decompose import Part, Tensors, batch_of_one, by_parts, rectangles_of
+from attention.kernels.decompose import Part, Tensors, batch_of_one, by_element, by_parts, rectangles_of
 from attention.kernels.fit import dense_like, fit
 from attention.masks.band import FULL, Band
 from attention.masks.pattern import Pattern
@@ -51,8 +49,8 @@ class Call:
     each element's last key, whose position counts the keys of all calls.
 
     The mask is aligned bottom-right in every sequence. With a `pattern` the call is dense, whatever the tensors' form: one sequence
-    of queries, one of keys, and the pattern is the mask. lse is the natural log, fp32 (fp64 for fp64). Raises ValueError
-    for a scale that is not positive and finite."""
+    of queries, one of keys, and the pattern is the mask. lse is the natural log, fp32 (fp64 for fp64). The scale and a softcap are
+    positive and finite."""
 
     scale: float
     mask: Band = FULL
@@ -64,12 +62,6 @@ class Call:
     pattern: Pattern | None = None
     softcap: float | None = None
     lengths: KvLengths | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.scale < math.inf:
-            raise ValueError(f"scale={self.scale}: must be positive and finite; for a negative scale, negate q")
-        if self.softcap is not None and not 0 < self.softcap < math.inf:
-            raise ValueError(f"softcap={self.softcap}: must be positive and finite; leave it out for none")
 
     @property
     def packed(self) -> bool:
@@ -109,15 +101,16 @@ class Call:
         both = [*accumulate(q_lengths, initial=0), *[0] * (aligned - n), *accumulate(k_lengths, initial=0)]
         there = uploaded(np.array(both, np.int32), device)
         cu_q, cu_k = there[:n], there[aligned:]
-        lengths = tuple(q_lengths), tuple(k_lengths)
-        return replace(self, mask=mask, pattern=None, q_lengths=lengths[0], k_lengths=lengths[1], cu_q=cu_q, cu_k=cu_k)
+        return Call(
+            self.scale, mask, tuple(q_lengths), tuple(k_lengths), cu_q, cu_k, self.deterministic, None, self.softcap
+        )
 
 
 @lru_cache(maxsize=64)
 def _pattern(mask: Band, sequences: tuple[tuple[int, int], ...]) -> Pattern:
     q, k = (list(accumulate(lengths, initial=0)) for lengths in zip(*sequences, strict=True))
-    rows = [rectangle((q[i], q[i + 1]), (k[i], k[i + 1]), mask) for i in range(len(sequences))]
-    return Pattern(q[-1], k[-1], rectangles(rows))
+    rows = rectangles([rectangle(*sides, mask) for sides in zip(pairwise(q), pairwise(k), strict=True)])
+    return Pattern(q[-1], k[-1], rows)
 
 
 @dataclass(frozen=True)
@@ -142,12 +135,11 @@ class Shape:
     @staticmethod
     def of(q: Tensor, k: Tensor, v: Tensor, backward: bool | None = None, softcap: bool = False) -> Shape:
         """Of one call. backward: by default, whether q requires a gradient."""
-        packed, tokens = q.dim() == 3, q.shape[-3]
+        tokens, heads, head_dim = q.shape[-3:]
+        value_dim = None if v.shape[-1] == head_dim else v.shape[-1]
         backward = q.requires_grad if backward is None else backward
-        value_dim = None if v.shape[-1] == q.shape[-1] else v.shape[-1]
-        return Shape(
-            q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], packed, backward, tokens, value_dim, softcap
-        )
+        sizes = heads, k.shape[-2], head_dim
+        return Shape(q.device.type, q.dtype, *sizes, q.dim() == 3, backward, tokens, value_dim, softcap)
 
 
 Feature = Literal["softcap", "v_head_dim", "kv_lengths"]
@@ -218,7 +210,7 @@ class Kernel:
         first = sq - sk - call.mask.right
         if first <= 0 or call.mask.right < 0 or call.packed or call.lengths is not None:
             return None
-        return [Part(((first, sq),), ((0, sk),), call)]
+        return [Part((first, sq), (0, sk), call)]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
         raise NotImplementedError
@@ -248,8 +240,8 @@ class Kernel:
     def _run(self, compute: Callable[..., T], tensors: Tensors, call: Call, into: T | None) -> T:
         """`attend` or `gradients`, of tensors of any strides; their dtype decides what it computes in."""
         x, _, y, *_ = tensors  # of the queries, and of the keys
-        device = x.device.type
-        if device != "meta" and torch.is_autocast_enabled(device):
+        device = "cuda" if x.is_cuda else "cpu"
+        if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):
                 return self._run(compute, tensors, call, into)
         if x.dim() == 3 and (self.one_batch or call.pattern is not None):
@@ -291,8 +283,7 @@ def head_dim_rule(shape: Shape, most: int, multiple: int = 8) -> str | None:
 
 def name_of(dtype: torch.dtype) -> str:
     """The short name of a dtype: "bf16", "fp32"."""
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
-    return names.get(dtype, str(dtype))
+    return str(dtype).replace("torch.bfloat", "bf").replace("torch.float", "fp")
 
 
 def lacks(kernel: Kernel, shape: Shape) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped, settle
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 
@@ -31,18 +31,17 @@ class PaddedValues(Wrapped):
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return self.kernel.refuses_pattern(_padded_shape(shape), pattern, deterministic)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        whole = v.shape[-1] > q.shape[-1]  # out is written where it is wanted
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         wide_q, wide_k, wide_v = _padded(q, k, v)
-        out, lse = self.kernel.forward(wide_q, wide_k, wide_v, call, into if whole else None)
-        return _cut(out, v), lse
+        out, lse = self.kernel.forward(wide_q, wide_k, wide_v, call)
+        return settle((_cut(out, v), lse), into)
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
         wide_dout, wide_q, wide_k, wide_v, wide_out = _padded(dout, q, k, v, out)
         dq, dk, dv = self.kernel.backward(wide_dout, wide_q, wide_k, wide_v, wide_out, lse, call)
-        return _cut(dq, q), _cut(dk, k), _cut(dv, v)
+        return settle((_cut(dq, q), _cut(dk, k), _cut(dv, v)), into)
 
 
 def _padded_shape(shape: Shape) -> Shape:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.kernels.aten import FLASH_ATTENTION_2
+from attention.kernels.aten import FLASH2
 from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Triple
 from attention.kernels.math import MATH
 from attention.kernels.triton_decode import dtype_rule, missing
@@ -40,5 +40,5 @@ class TritonFlash(Kernel):
 
     def backward(self, dout: Tensor, q: Tensor, *more: Any, **named: Any) -> Triple:
         """In fp32 and on a CPU that of `math`."""
-        kernel: Kernel = FLASH_ATTENTION_2 if q.is_cuda and q.dtype in HALF else MATH
+        kernel: Kernel = FLASH2 if q.is_cuda and q.dtype in HALF else MATH
         return kernel.backward(dout, q, *more, **named)

@@ -1,5 +1,4 @@
-"""`xformers`: the FlashAttention-2 operators of the package xformers. With "-pt" in their names they run PyTorch's own kernels, else
-those of flash-attn.
+"""`xformers`: the FlashAttention-2 operators of the package xformers. With "-pt" in their names they run PyTorch's own kernels.
 
 The operators are called directly. They do not need xformers' C++ extension, which loads beside one version of PyTorch only; where
 it does not, xformers' functions for users refuse every call."""
@@ -17,19 +16,16 @@ from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.gpu import private
-from attention.kernels.aten import FlashAttention2, flash_attn, lengths_of
-from attention.kernels.interface import Call, Pair, Triple
+from attention.kernels.aten import Flash2, lengths_of
+from attention.kernels.interface import Call, Into, Pair, Triple
 
 INSTALL = "pip install xformers==0.0.35"
 
 
-class Xformers(FlashAttention2):
+class Xformers(Flash2):
     name = "xformers"
+    summary = "the package xformers, by its FlashAttention-2 operators"
     any_order = "its backward is not deterministic; take flash2 or flash4"
-
-    @property
-    def summary(self) -> str:  # type: ignore[override]
-        return f"the package xformers, by its FlashAttention-2 operators{f': {self.note}' if self.note else ''}"
 
     @property
     def note(self) -> str | None:  # type: ignore[override]
@@ -43,11 +39,13 @@ class Xformers(FlashAttention2):
         out, lse, _ = operators()[0].forward(q, k, v, cu_q, cu_k, None, *longest, *_band(call), False, None)
         return out, lse
 
-    def run_backward(self, tensors: tuple[Tensor, ...], call: Call) -> Triple:
+    def gradients(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
+    ) -> Triple:
         if call.deterministic:
             raise UnsupportedCall(f"kernel=xformers: deterministic=True: {self.any_order}")
-        lengths = lengths_of(tensors[1], tensors[2], call)
-        grads: Triple = operators()[0].backward(False, *tensors, *lengths, *_band(call), None)
+        tensors = dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
+        grads: Triple = operators()[0].backward(False, *tensors, *lengths_of(q, k, call), *_band(call), None)
         return grads
 
 
@@ -60,13 +58,12 @@ def _band(call: Call) -> tuple[float, float, bool, int, int]:
 def operators() -> tuple[Any, str | None]:
     """xformers' operators `forward` and `backward` and their `names`, or None and the reason.
 
-    Where flash-attn-4 is installed without flash-attn, xformers finds a package `flash_attn`, imports
-    `flash_attn.flash_attn_interface` from it, and fails. So that package is hidden during the import, and xformers
-    takes the FlashAttention-2 inside PyTorch."""
+    Where flash-attn-4 is installed, xformers finds a package `flash_attn`, imports `flash_attn.flash_attn_interface` from it,
+    and fails. So that package is hidden during the import, and xformers takes the FlashAttention-2 inside PyTorch."""
     if importlib.util.find_spec("xformers") is None:
         return None, f"needs the package xformers: {INSTALL}"
     try:
-        with private.replaced_modules({} if flash_attn() else {"flash_attn": None}):
+        with private.replaced_modules({"flash_attn": None}):
             flash = importlib.import_module("xformers.ops.fmha.flash")
         both = [getattr(flash, name) for name in private.XFORMERS]
         for operator, names in zip(both, private.XFORMERS.values(), strict=True):
@@ -76,6 +73,5 @@ def operators() -> tuple[Any, str | None]:
                 return None, f"{other}; {INSTALL}"
     except Exception as error:  # also RuntimeErrors of its extension, built for another PyTorch
         return None, f"xformers does not import ({type(error).__name__}: {error}); {INSTALL}"
-    forward, backward = both
-    names = f"{forward.NAME} and {backward.NAME}"
-    return SimpleNamespace(forward=forward.OPERATOR, backward=backward.OPERATOR, names=names), None
+    forward, backward = (x.OPERATOR for x in both)
+    return SimpleNamespace(forward=forward, backward=backward, names=" and ".join(x.NAME for x in both)), None

@@ -17,7 +17,6 @@ import attention
 from attention.api import ContextParallel
 from attention.arguments import check_cu_seqlens, check_scale, token_dim_of
 from attention.executors.plan import Plan
-from attention.kernels import Call
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, training
@@ -69,12 +68,6 @@ def test_a_scale_that_is_no_finite_number_is_refused(scale):
         *qkv(),
         scale=scale,
     )
-
-
-@pytest.mark.parametrize("scale", (0.0, -1.0, float("nan"), float("inf")))
-def test_a_kernels_call_has_a_positive_scale(scale):
-    with pytest.raises(ValueError, match=r"scale=.*: must be positive and finite; for a negative scale, negate q"):
-        Call(scale)
 
 
 @pytest.mark.parametrize("name", SELF_ATTENTION)

@@ -201,7 +201,7 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
     def mistaken() -> None:
         if doing == "raises":
             for plan in fn.plans.values():
-                object.__setattr__(plan, "kernel", Absent("absent", "", "gone half-way"))
+                object.__setattr__(plan, "kernel", Absent("absent", "gone half-way"))
             with suppress(attention.UnsupportedCall):
                 call()
         elif doing == "calls_another":
