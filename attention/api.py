@@ -15,7 +15,9 @@ from torch import Tensor
 
 from attention import auto, kernels, transports
 from attention.agreement import Calls, calls_over, seconds
-from attention.arguments import (
+from attention.autograd import Unshard, attend, token_range
+from attention.batched_copy import copy_all
+from attention.call import (
     Lengths,
     check_cu_seqlens,
     check_keywords,
@@ -28,8 +30,6 @@ from attention.arguments import (
     signed,
     token_dim_of,
 )
-from attention.autograd import Unshard, attend, token_range
-from attention.batched_copy import copy_all
 from attention.errors import nearest
 from attention.executors.plan import Plan
 from attention.geometry.layouts import CuSeqlens, Shard, beyond
@@ -39,7 +39,7 @@ from attention.gpu.cuda_graphs import GraphReplay
 from attention.gpu.uploads import hold_for_caller
 from attention.kernels.fit import fit
 from attention.masks.mask import Mask
-from attention.planner import call_spec, padded_layout, plan_of
+from attention.plan import call_spec, padded_layout, plan_of
 from attention.plans import NO_WINDOW, Plans, Prepared, call_key, key_of_more
 from attention.reduction.lse_merge import merge
 from attention.replay import check_old_option, check_replay

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.arguments import check_softcap
+from attention.call import check_softcap
 from attention.errors import UnsupportedCall
 from attention.geometry.counts import Shapes
 from attention.geometry.layouts import CuSeqlens, sizes_of

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.arguments import Lengths, check_causal, check_scale, check_softcap, check_window, whole_lengths
+from attention.call import Lengths, check_causal, check_scale, check_softcap, check_window, whole_lengths
 from attention.executors.plan import Plan
 from attention.geometry.transfers import Intervals
 from attention.masks.mask import Mask

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attention import masks
-from attention.arguments import check_kv_lengths, check_prefix
+from attention.call import check_kv_lengths, check_prefix
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.schedules import masks as bands_of
 from attention.kernels import KERNELS, Call, Kernel, Shape, made_for

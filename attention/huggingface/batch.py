@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.api import ContextParallel
-from attention.arguments import Lengths, check_cu_seqlens
+from attention.call import Lengths, check_cu_seqlens
 from attention.profiling import phase
 
 IGNORED = -100  # the label of a token that does not count

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attention.api import ContextParallel, make
-from attention.arguments import Lengths
+from attention.call import Lengths
 from attention.huggingface.batch import (
     IGNORED,
     Split,

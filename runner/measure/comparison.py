@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.arguments import positive, signed
+from attention.call import positive, signed
 from attention.errors import UnsupportedCall
 from attention.kernels import Call, Kernel, Shape, select
 from attention.masks.band import FULL, Band

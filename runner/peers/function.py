@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention import kernels
 from attention.api import ContextParallel
-from attention.arguments import positive, signed
+from attention.call import positive, signed
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.geometry.schedules import masks
@@ -20,7 +20,7 @@ from attention.kernels import KERNELS, Kernel, Shape, name_of
 from attention.kernels.fit import fit
 from attention.masks.band import Band
 from attention.masks.sequences import mask_of
-from attention.planner import CallSpec, call_spec
+from attention.plan import CallSpec, call_spec
 from attention.transports import Transport
 from runner.peers.packages import PEERS, Package
 

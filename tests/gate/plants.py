@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import api, autograd, planner
+from attention import api, autograd, plan
 from attention.executors import all_to_all, dilated, gather, keys, ring, tree
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import cuts, schedules, transfers
@@ -191,7 +191,7 @@ def kernel(
     def wrapped(original: Any) -> Any:
         return lambda *args: Faulty(original(*args), forward, backward, change)
 
-    return lambda: changed(planner.kernels, "select", wrapped)
+    return lambda: changed(plan.kernels, "select", wrapped)
 
 
 def steps(change: Callable[[tuple[PlannedStep, ...], int], tuple[PlannedStep, ...]]) -> AbstractContextManager[object]:
@@ -200,7 +200,7 @@ def steps(change: Callable[[tuple[PlannedStep, ...], int], tuple[PlannedStep, ..
     def make(original: Any) -> Any:
         return lambda problem, rank, *args: change(original(problem, rank, *args), rank)
 
-    return changed(planner, "plan_steps", make)
+    return changed(plan, "plan_steps", make)
 
 
 def zeroed(name: str, last: int | None = None, part: int | None = None) -> Callable[[], AbstractContextManager[object]]:
@@ -500,9 +500,7 @@ def _lse_saved() -> AbstractContextManager[object]:
         def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any) -> Any:
             return self.kernel.backward(dout, q, k, v, out, _raise_last(lse.clone()), *args)
 
-    return changed(
-        planner.kernels, "select", lambda original: lambda *args: OtherLse(original(*args), same, same, None)
-    )
+    return changed(plan.kernels, "select", lambda original: lambda *args: OtherLse(original(*args), same, same, None))
 
 
 def _lse_shifted() -> AbstractContextManager[object]:
@@ -515,7 +513,7 @@ def _lse_shifted() -> AbstractContextManager[object]:
 
 def _planned_as_causal() -> AbstractContextManager[object]:
     """Whatever the mask, the plan is of causal attention."""
-    return changed(planner, "mask_of", lambda original: lambda *args: CAUSAL)
+    return changed(plan, "mask_of", lambda original: lambda *args: CAUSAL)
 
 
 def _built_for_fewer_tokens() -> AbstractContextManager[object]:

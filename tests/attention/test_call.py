@@ -15,7 +15,7 @@ import torch
 
 import attention
 from attention.api import ContextParallel
-from attention.arguments import check_cu_seqlens, check_scale, token_dim_of
+from attention.call import check_cu_seqlens, check_scale, token_dim_of
 from attention.executors.plan import Plan
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from attention import kernels, transports
 from attention.agreement import Asked, Calls
-from attention.arguments import (
+from attention.autograd import wants_gradient
+from attention.call import (
     Lengths,
     check_causal,
     check_cu_seqlens,
@@ -28,7 +29,6 @@ from attention.arguments import (
     check_window,
     positive,
 )
-from attention.autograd import wants_gradient
 from attention.executors import nested_prefixes
 from attention.executors.plan import KeyLengths, Plan, PlannedStep, part_plan, plan_steps, resized
 from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
