@@ -1,17 +1,18 @@
 """Ranks that do not agree. All ranks of a group make the same calls in the same order. `Calls` numbers them, and names the
-ranks and the reason where that does not hold:
+ranks and the reason where that does not hold. Each rank has a status in the group's store: the call where it is, what it asked for
+last, and the error that it raised.
 
-- A call that needs a new plan first compares the ranks' descriptions of it, the call's number included. The last rank to
-  arrive compares them, and all ranks raise its verdict.
-- A rank whose call raises leaves a note in the group's store, with the call's number. Ranks that wait for it for more than
-  a second read the note, raise it, and leave notes of their own. Before its next call, a rank that left a note waits for
-  the notes of all others. So it never sends them data of one call that they take for another's.
+- A call that needs a new plan writes its description, the call's number included. The last rank to arrive compares those of all,
+  and all ranks raise its verdict.
+- A rank whose call raises writes its error. Ranks that wait for it for more than a second read the status of all, raise the error,
+  and write it, too. Before its next call, a rank that failed waits until all others have. So it never sends them data of one call
+  that they take for another's.
 - A rank that raised while it waited for a transfer can't take it back. Then the group is of no further use: all
   later calls raise, too.
 
-Calls that succeed and whose plan exists do not use the store. Failed calls divide a group's time into epochs; notes of
-earlier ones are deleted. A rank waits for a limited time. `python -m benchmarks.agreement` measures the cost of a comparison. On
-one host with two busy cores, the median is 0.3 ms for 2 ranks, and 0.9 ms for 4 ranks, which share the cores."""
+Calls that succeed and whose plan exists do not use the store. Failed calls divide a group's time into epochs. A rank waits for a
+limited time. `python -m benchmarks.agreement` measures the cost of a comparison. On one host with two busy cores, the median is
+0.3 ms for 2 ranks, and 0.9 ms for 4 ranks, which share the cores."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ SHORTEST_SLEEP_S, LONGEST_SLEEP_S = 1e-4, 0.1
 MOST_RANKS = 8  # listed in a message
 MOST_TEXT = 500  # characters of another rank's error
 MOST_TAG = 2**31 - 1
-GLOO_SIGNS = ("gloo", "pair closure")  # in the message of a transfer that a remote rank or a timeout ended
+BROKEN = "The ranks are out of step, and this group is of no further use: start all ranks again"
 
 Asked = Mapping[str, str]
+Came = Callable[[Mapping[str, Any]], bool]  # whether a rank with this status is where it is waited for
 
 
 class Disagreement(ValueError):
@@ -57,8 +59,8 @@ def seconds(agreement: Any) -> float:
 
 
 class Calls:
-    """This rank's calls over a group, by all functions that compare ranks. As a context it surrounds whatever may raise or
-    communicate. Without a group it compares nothing. Other threads use the store, too, so no operation on it may block."""
+    """This rank's calls over a group, by all functions that compare ranks. A call that raises is to `fail`. Without a group nothing
+    is compared. Other threads use the store, too, so no operation on it may block."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, store: dist.Store | None = None):
         self._group = None if group is None else weakref.ref(group)
@@ -66,26 +68,23 @@ class Calls:
         self.rank, self.world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self.timeout_s = TIMEOUT_S
         self.number = 0  # of the last call
-        self.place = (0, "")  # the call in which this rank is or was last, and what it does there
+        self.place = (0, "")  # the call in which this rank is or was last, and the stage of it
         self.epoch = 0  # failed calls that all ranks know of
         self.plans = 0  # that were compared in this epoch
-        self.failed = False  # this rank left a note, which ends the epoch
+        self.status: dict[str, Any] = {"rank": self.rank, "plan": "", "asked": {}, "error": ""}  # in the store
         self.broken = ""  # why the group is of no further use
 
     def begin(self, timeout_s: float) -> None:
-        """Numbers a call, in which this rank waits so long for others."""
+        """Numbers a call, in which this rank waits so long for others. Raises as `settle`."""
+        if self.status["error"]:
+            self.settle()
         self.number += 1
         self.place, self.timeout_s = (self.number, ""), timeout_s
 
-    def backward(self, number: int) -> Calls:
-        """The context of the backward of that call."""
-        self.__enter__()
+    def backward(self, number: int) -> None:
+        """Begins the backward of that call. Raises as `settle`."""
+        self.settle()
         self.place = (number, "backward")
-        return self
-
-    @property
-    def compare(self) -> bool:
-        return self.store is not None
 
     @property
     def where(self) -> str:
@@ -98,18 +97,45 @@ class Calls:
         number, stage = self.place
         return (2 * number + (stage == "backward")) % MOST_TAG
 
-    def __enter__(self) -> None:
-        if self.failed:
-            self._settle()
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not isinstance(error, Exception) or self.store is None:
+    def fail(self, error: Exception) -> None:
+        """Tells the other ranks that a call of this one raised, and stays until all have failed, but not for long: the process may end
+        next, and with it the store. Raises Disagreement if the group is of no further use."""
+        if self.store is None or self.status["error"]:
             return
         if self.broken and not isinstance(error, Disagreement):
             raise Disagreement(self.broken) from error
-        if not self.failed:
-            self._leave_note(error)
-            self._linger()
+        text = str(error)
+        if not isinstance(error, Disagreement):
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            where = f"{_ranks([self.rank])} raised an error in {self.where}, which other ranks made"
+            text = f"{where}: {kind}{text[:MOST_TEXT]}"
+        with suppress(RuntimeError):  # the store is gone; the caller has an error to raise
+            self._post(error=text)
+            self.store.set(f"failed/{self.epoch}", "some")
+            end = time.monotonic() + LINGER_S
+            while self._absent(self._has_failed) and time.monotonic() < end:
+                time.sleep(LONGEST_SLEEP_S)
+
+    def settle(self) -> None:
+        """After a failed call, returns when all ranks have failed in it. Raises Disagreement if that can't be."""
+        if not self.status["error"]:
+            return
+        with _store_answers():
+            if not self.broken:
+                self._await(lambda: not self._absent(self._has_failed), f"make {self.where}", self._has_failed)
+            failed = [x for x in self._statuses() if x["epoch"] == self.epoch]
+            calls = _by_value({x["rank"]: f"call {x['call']}" for x in failed})
+            if len(calls) > 1:
+                places = ", ".join(f"{call} on {_ranks(ranks)}" for call, ranks in calls.items())
+                self.broken = self.broken or f"after an error the ranks were in {places}. {BROKEN}"
+            for x in failed:
+                self.broken = self.broken or x["broken"]
+            if self.broken:
+                raise Disagreement(self.broken)
+            plan = f"{self.epoch}.{self.plans}"
+            self._delete(f"arrived/{plan}", f"verdict/{plan}", f"failed/{self.epoch - 1}")
+        self.epoch += 1
+        self.plans, self.status["error"] = 0, ""
 
     def check(self, asked: Asked) -> None:
         """Raises Disagreement, on every rank, unless all ranks have the same description `asked` of a new plan, which is
@@ -119,44 +145,40 @@ class Calls:
         with _store_answers():
             self.plans += 1
             plan = f"{self.epoch}.{self.plans}"
-            described = {**asked, "calls over this group": str(self.number)}
-            self.store.set(f"asked/{self.rank}", json.dumps({"plan": plan, "asked": described}))
-            if self.store.add(f"arrived/{plan}", 1) == self.world:
+            self._post(plan=plan, asked={**asked, "calls over this group": str(self.number)})
+            if self.store.add(f"arrived/{plan}", 1) == self.world:  # the last rank compares
                 if why := self._failure():  # another rank gave up before
                     raise Disagreement(why)
-                every = self.store.multi_get([f"asked/{rank}" for rank in range(self.world)])
-                difference = _difference([json.loads(x)["asked"] for x in every])
-                self.store.set(f"verdict/{plan}", json.dumps(difference))
+                difference = _difference([x["asked"] for x in self._statuses()])
+                self.store.set(f"verdict/{plan}", difference)
                 self._delete(f"arrived/{plan}", f"verdict/{self.epoch}.{self.plans - 1}")  # all ranks have read these
             else:
-                self._await([f"verdict/{plan}"], lambda: self._absence(plan))
-                difference = json.loads(self.store.get(f"verdict/{plan}"))
+                self._await(
+                    lambda: self.store.check([f"verdict/{plan}"]), "make this plan", lambda x: x["plan"] == plan
+                )
+                difference = self.store.get(f"verdict/{plan}").decode()
         if difference:
             raise Disagreement(difference)
 
     def wait(self, transfer: Future[object]) -> None:
         """Returns when a transfer is over. Raises Disagreement if other ranks do not take part in it."""
-        if self.store is None:
-            transfer.exception()
-            return
         waited = 0.0  # a count, not a clock: a process that is stopped for a while gets its time back
         while not _over(transfer, PATIENCE_S):
+            if self.store is None:
+                continue
             if not waited:
-                self._write(f"at/{self.rank}", self.where)
+                self._post()
             waited += PATIENCE_S
-            why = self.news() or (self._late(waited) if waited >= self.timeout_s else "")
+            why = self.news()
+            if not why and waited >= self.timeout_s:
+                why = self._late(f"reach the transfers of {self.where}", lambda x: x["where"] == self.where)
+                why = why or f"the transfers of {self.where} did not end within {waited:g} s"
             if why:
                 self._give_up(why)
                 self._interrupt()
-                self._linger()
                 raise Disagreement(self.broken)
-        error = transfer.exception()
-        if isinstance(error, RuntimeError) and any(sign in str(error) for sign in GLOO_SIGNS):
-            why = self.news() or (f"{self._late(waited)} ({str(error).splitlines()[0]})" if waited else "")
-            if why:
-                self._give_up(why)
-                self._linger()
-                raise Disagreement(self.broken) from error
+        if transfer.exception() and self.news():
+            raise Disagreement(self.broken) from transfer.exception()
 
     def news(self) -> str:
         """Why a wait for other ranks has to end, or empty. To be asked if it takes longer than `PATIENCE_S`."""
@@ -168,113 +190,8 @@ class Calls:
 
     def _give_up(self, why: str) -> None:
         if not self.broken:
-            self.broken = (
-                f"{why}. The ranks are out of step, and this group is of no further use: start all ranks again"
-            )
-            self._leave_note(Disagreement(self.broken))
-
-    def _leave_note(self, error: Exception) -> None:
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        told = isinstance(error, Disagreement)
-        note = {"call": self.number, "where": self.where, "error": text if told else text[:MOST_TEXT], "told": told}
-        self.failed = True
-        self._write(f"failed/{self.epoch}/{self.rank}", json.dumps(note | {"broken": bool(self.broken)}))
-        self._write(f"failed/{self.epoch}", "some")
-
-    def _settle(self) -> None:
-        """Returns when all ranks have left notes of the same call. Raises Disagreement if that can't be."""
-        if self.broken:
-            raise Disagreement(self.broken)
-        with _store_answers():
-            self._await(self._note_keys(), self._unanswered)
-            notes = self._notes()
-            calls = _by_value({rank: f"call {note['call']}" for rank, note in notes.items()})
-            self.broken = next((note["error"] for note in notes.values() if note["broken"]), "")
-            if len(calls) > 1 and not self.broken:
-                self.broken = (
-                    "after an error the ranks are out of step, and this group is of no further use: they were in "
-                    f"{', '.join(f'{call} on {_ranks(ranks)}' for call, ranks in calls.items())}; start all ranks again"
-                )
-            if self.broken:
-                raise Disagreement(self.broken)
-            # every rank is through with the epoch, and with its notes by the end of the next one
-            plan = f"{self.epoch}.{self.plans}"
-            last = self.epoch - 1
-            self._delete(f"arrived/{plan}", f"verdict/{plan}", f"failed/{last}", f"failed/{last}/{self.rank}")
-        self.epoch += 1
-        self.plans, self.failed = 0, False
-
-    def _await(self, keys: list[str], late: Callable[[], str]) -> None:
-        """Returns when the store has all keys. Polls, because a store's own wait blocks other threads, prints warnings and
-        can't be interrupted. Raises Disagreement if another rank failed, or with what `late` says after the timeout."""
-        start = time.monotonic()
-        while not self.store.check(keys):
-            waited = time.monotonic() - start
-            why = self._failure() if waited > LONGEST_SLEEP_S else ""
-            why = why or (late() if waited > self.timeout_s else "")
-            if why:
-                raise Disagreement(why)
-            time.sleep(min(max(waited / 3, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
-
-    def _failure(self) -> str:
-        """What the notes of other ranks say of this rank's call or an earlier one; empty if there are none."""
-        if self.failed or not self.store.check([f"failed/{self.epoch}"]):
-            return ""
-        notes = {rank: note for rank, note in self._notes().items() if note["call"] <= self.number}
-        for note in notes.values():
-            if note["told"]:
-                return str(note["error"])
-        return "; ".join(
-            f"{_ranks(ranks)} raised an error in {reason}"
-            for reason, ranks in _by_value(
-                {rank: f"{note['where']}, which other ranks made: {note['error']}" for rank, note in notes.items()}
-            ).items()
-        )
-
-    def _note_keys(self) -> list[str]:
-        return [f"failed/{self.epoch}/{rank}" for rank in range(self.world)]
-
-    def _notes(self) -> dict[int, dict[str, Any]]:
-        """The notes of this epoch by rank."""
-        return {rank: json.loads(text) for rank, text in self._read(self._note_keys()).items()}
-
-    def _absence(self, plan: str) -> str:
-        """Names the ranks that did not arrive, with the descriptions of the others; empty if all have arrived."""
-        notes = {rank: json.loads(x) for rank, x in self._read([f"asked/{rank}" for rank in range(self.world)]).items()}
-        came = {
-            rank: ", ".join(f"{field} {value}" for field, value in note["asked"].items())
-            for rank, note in notes.items()
-            if note["plan"] == plan
-        }
-        absent = [rank for rank in range(self.world) if rank not in came]
-        if not absent:
-            return ""
-        asked = "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in _by_value(came).items())
-        return (
-            f"{_ranks(absent)} did not make this plan within {self.timeout_s:g} s. Either their calls differ in number or "
-            f"order, or they reuse an earlier plan, or they have agreement=False, or they are late (give agreement=SECONDS "
-            f"to wait longer). Asked for by {asked}"
-        )
-
-    def _unanswered(self) -> str:
-        silent = [rank for rank in range(self.world) if rank not in self._notes()]
-        return (
-            f"{_ranks([self.rank])} raised an error in {self.where}, and {_ranks(silent)} did not make that call within "
-            f"{self.timeout_s:g} s: all ranks must make the same calls in the same order"
-        )
-
-    def _late(self, waited_s: float) -> str:
-        """Names the ranks that do not wait where this rank does, and where they waited last."""
-        with suppress(RuntimeError):
-            places = self._read([f"at/{rank}" for rank in range(self.world)])
-            absent = [rank for rank in range(self.world) if rank != self.rank and places.get(rank) != self.where]
-            last = "".join(f"; rank {rank} last waited in {places[rank]}" for rank in absent if rank in places)
-            if absent:
-                return (
-                    f"{_ranks(absent)} did not reach the transfers of {self.where} within {waited_s:g} s: either not "
-                    f"called there, or late (give agreement=SECONDS to wait longer){last}"
-                )
-        return f"the transfers of {self.where} did not end within {waited_s:g} s"
+            self.broken = f"{why}. {BROKEN}"
+            self.fail(Disagreement(self.broken))
 
     def _interrupt(self) -> None:
         """Ends all transfers of a gloo group, here and on ranks that wait for this one. Otherwise the thread that waits
@@ -287,20 +204,59 @@ class Calls:
                 assert waiting is not None
                 waiting.wait(timedelta(milliseconds=1))
 
-    def _linger(self) -> None:
-        """Stays until all ranks have left notes, but not for long: the process may end next, and with it the store."""
-        end = time.monotonic() + LINGER_S
-        with suppress(RuntimeError):
-            while not self.store.check(self._note_keys()) and time.monotonic() < end:
-                time.sleep(LONGEST_SLEEP_S)
+    def _await(self, done: Callable[[], bool], what: str, came: Came) -> None:
+        """Returns when `done`. Polls, because a store's own wait blocks other threads, prints warnings and can't be interrupted. Raises
+        Disagreement if another rank failed, or after the timeout; what, came: as in `_late`."""
+        start = time.monotonic()
+        while not done():
+            waited = time.monotonic() - start
+            why = self._failure() if waited > LONGEST_SLEEP_S else ""
+            if not why and waited > self.timeout_s:
+                why = self._late(what, came)
+            if why:
+                raise Disagreement(why)
+            time.sleep(min(max(waited / 3, SHORTEST_SLEEP_S), LONGEST_SLEEP_S))
 
-    def _read(self, keys: list[str]) -> dict[int, str]:
-        """By rank, those of the keys that the store has."""
-        return {rank: self.store.get(key).decode() for rank, key in enumerate(keys) if self.store.check([key])}
+    def _failure(self) -> str:
+        """What a rank that failed in this rank's call or an earlier one says; empty if none did."""
+        if self.status["error"] or not self.store.check([f"failed/{self.epoch}"]):
+            return ""
+        failed = [x for x in self._statuses() if self._has_failed(x) and x["call"] <= self.number]
+        return str(failed[0]["error"]) if failed else ""
 
-    def _write(self, key: str, text: str) -> None:
-        with suppress(RuntimeError):  # the store is gone; the caller has an error to raise, or will see one
-            self.store.set(key, text)
+    def _has_failed(self, status: Mapping[str, Any]) -> bool:
+        return status["epoch"] > self.epoch or bool(status["epoch"] == self.epoch and status["error"])
+
+    def _late(self, what: str, came: Came) -> str:
+        """Names the ranks that did not do `what`, whose status is not as `came` says, and what the others asked for; empty if there are
+        none."""
+        statuses, absent = self._statuses(), self._absent(came)
+        if not absent:
+            return ""
+        asked = {x["rank"]: ", ".join(map(" ".join, x["asked"].items())) for x in statuses if x["rank"] not in absent}
+        last = "".join(f"; rank {x['rank']} was last in {x['where']}" for x in statuses if x["rank"] in absent)
+        return (
+            f"{_ranks(absent)} did not {what} within {self.timeout_s:g} s. Either their calls differ in number or order, or they reuse an "
+            "earlier plan, or they have agreement=False, or they are late (give agreement=SECONDS to wait longer)"
+            f"{last}. Asked for by {'; '.join(f'{_ranks(ranks)}: {text}' for text, ranks in _by_value(asked).items())}"
+        )
+
+    def _absent(self, came: Came) -> list[int]:
+        """The ranks whose status is not as `came` says."""
+        return sorted({*range(self.world)} - {x["rank"] for x in self._statuses() if came(x)})
+
+    def _post(self, **changes: Any) -> None:
+        """Writes where this rank is, and these changes of its status."""
+        place = {"epoch": self.epoch, "call": self.number, "where": self.where, "broken": self.broken}
+        self.status |= place | changes
+        self.store.set(f"rank/{self.rank}", json.dumps(self.status))
+
+    def _statuses(self) -> list[dict[str, Any]]:
+        """What each rank wrote last, in order."""
+        keys = [f"rank/{rank}" for rank in range(self.world)]
+        if not self.store.check(keys):
+            keys = [key for key in keys if self.store.check([key])]
+        return list(map(json.loads, self.store.multi_get(keys))) if keys else []
 
     def _delete(self, *keys: str) -> None:
         for key in keys:
@@ -341,15 +297,14 @@ def calls_over(group: dist.ProcessGroup | None) -> Calls:
 
 def _difference(asked: Sequence[Asked]) -> str:
     """The fields in which the ranks differ, as a message; empty if there are none."""
-    if all(fields == asked[0] for fields in asked):
-        return ""
     differences = []
     for field in dict.fromkeys(field for fields in asked for field in fields):
         values = _by_value({rank: fields.get(field, "none") for rank, fields in enumerate(asked)})
         if len(values) > 1:
-            differences.append(
-                f"{field}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
-            )
+            listed = (f"{value} on {_ranks(ranks)}" for value, ranks in values.items())
+            differences.append(f"{field}: {', '.join(listed)}")
+    if not differences:
+        return ""
     return f"the ranks of a call disagree. {'. '.join(differences)}. Give the same on all ranks"
 
 

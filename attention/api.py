@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable
-from functools import wraps
+from collections.abc import Callable, Hashable, Mapping
+from functools import cached_property, wraps
 from pickle import PicklingError
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -18,35 +18,35 @@ from attention.agreement import Calls, calls_over, seconds
 from attention.autograd import Unshard, attend, token_range
 from attention.batched_copy import copy_all
 from attention.call import (
+    NO_WINDOW,
     Lengths,
+    Settings,
+    call_spec,
     check_cu_seqlens,
     check_keywords,
     check_no_window,
     check_padding,
     check_prefix,
-    check_transforms,
+    key_of_more,
     process_group,
     rank_and_world,
     signed,
     token_dim_of,
 )
-from attention.errors import nearest
+from attention.errors import UnsupportedCall, nearest
 from attention.executors.plan import Plan
-from attention.geometry.layouts import CuSeqlens, Shard, beyond
-from attention.geometry.options import Options
+from attention.geometry.layouts import CuSeqlens, Layout, Shard, beyond
 from attention.gpu import private
 from attention.gpu.cuda_graphs import GraphReplay
 from attention.gpu.uploads import hold_for_caller
 from attention.kernels.fit import fit
 from attention.masks.mask import Mask
-from attention.plan import call_spec, padded_layout, plan_of
-from attention.plans import NO_WINDOW, Plans, Prepared, call_key, key_of_more
+from attention.plan import Plans, Prepared, plan_of
 from attention.reduction.lse_merge import merge
 from attention.replay import check_old_option, check_replay
 from attention.shard_check import check_shards
 from attention.tensors import TOKENS, token_indices
 from attention.transports import Transport
-from attention.variants.base import Variant
 from attention.variants.registry import AUTO, SUMMARY, everything, variant
 
 __all__ = ["ContextParallel", "make", "names"]
@@ -85,27 +85,25 @@ def make(
     seconds and takes the fastest. Its options are the shapes of the calls (see `attention.auto.AutoRequest`), and
     `choice` of the function has the times.
     Raises ValueError for an unknown name, kernel, transport or option."""
-    choice: auto.Choice | None = None
     group = process_group(group)
     rank_and_world(group)
     check_old_option(options)
     check_replay(replay)
-    if name == AUTO:
-        _check_names(kernel, transport)
-
-        def candidate(name: str, replay: str) -> ContextParallel:
-            chosen = variant(name)
-            return ContextParallel(chosen, group, kernel, transport, deterministic, chosen.parse(), replay, agreement)
-
-        choice = auto.choose(options, group, replay, candidate)
-        name, replay, options = choice.variant, choice.replay, {}
-    chosen = variant(name)
-    for option in options:
-        if option.startswith("dropout"):
-            raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
     _check_names(kernel, transport)
-    parsed = chosen.parse(options)
-    fn = ContextParallel(chosen, group, kernel, transport, deterministic, parsed, replay, agreement, check)
+
+    def made(name: str, replay: str, options: Mapping[str, Any], check: bool = False) -> ContextParallel:
+        chosen = variant(name)
+        for option in options:
+            if option.startswith("dropout"):
+                raise ValueError(f"{option}={options[option]!r}: dropout is not supported by any variant; leave it out")
+        parsed = chosen.parse(options)
+        fixed = Settings(chosen, parsed, kernel, transport, deterministic, replay, seconds(agreement), check)
+        return ContextParallel(fixed, group)
+
+    if name != AUTO:
+        return made(name, replay, options, check)
+    choice = auto.choose(options, group, replay, lambda name, replay: made(name, replay, {}))
+    fn = made(choice.variant, choice.replay, {}, check)
     fn.choice = choice
     return fn
 
@@ -133,17 +131,6 @@ def _not_compiled(call: Method) -> Method:
     return cast(Method, inner)
 
 
-def _noted(call: Method) -> Method:
-    """Errors of the call reach the ranks that wait for this one (see `attention.agreement`)."""
-
-    @wraps(call)
-    def inner(self: ContextParallel, *args: Any, **options: Any) -> Any:
-        with self.calls:
-            return call(self, *args, **options)
-
-    return cast(Method, inner)
-
-
 class ContextParallel:
     """A context-parallel attention function; `make` builds it. It can be copied, and it can be pickled if it is over
     the default group. So can a module that contains it. Unpickled in a process without a process group, such as a worker
@@ -152,40 +139,31 @@ class ContextParallel:
     Dense tensors are `[B, S, H, D]`, packed ones `[T, H, D]` with the global `cu_seqlens`; k and v have Hk heads,
     `H % Hk == 0`."""
 
-    def __init__(
-        self,
-        variant: Variant[Any],
-        group: dist.ProcessGroup | None,
-        kernel: str,
-        transport: str,
-        deterministic: bool,
-        options: Options,
-        replay: str = "none",
-        agreement: bool | float = True,
-        check: bool = False,
-    ):
-        self.variant = variant
-        self.group = group
-        self.kernel_name = kernel
-        self.transport_name = transport
-        self.deterministic = deterministic
-        self.options = options
-        self.choice: auto.Choice | None = None  # of attention=auto
-        self.replay = replay
-        self.agreement_s = seconds(agreement)
-        self.check = check
+    choice: auto.Choice | None = None  # of attention=auto
+
+    def __init__(self, settings: Settings, group: dist.ProcessGroup | None = None):
+        self.settings, self.group = settings, group
+        self.variant, self.options = settings.variant, settings.options
         self.rank, self.world = rank_and_world(group)
         self.alone = not dist.is_initialized()  # there was no process group yet
-        self.layout = variant.border(self.world, options)
         self._begin()
 
     def _begin(self) -> None:
         """Start without plans, transports and CUDA graphs."""
         self.transports: dict[torch.device, Transport] = {}
         self.plans = Plans()
-        self.graphs = GraphReplay(copy_all, or_eager=self.replay == "auto")
-        compared = self.world > 1 and self.agreement_s > 0 and not self.alone
+        self.graphs = GraphReplay(copy_all, or_eager=self.settings.replay == "auto")
+        compared = self.world > 1 and self.settings.agreement_s > 0 and not self.alone
         self.calls = calls_over(self.group) if compared else Calls()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """How tokens come in and go back."""
+        return self.padded_layout(0)
+
+    def padded_layout(self, padding: int) -> Layout:
+        """The layout where the last `padding` tokens are padding."""
+        return self.variant.border(self.world, self.options.padded(padding))
 
     def __copy__(self) -> ContextParallel:
         """A function with the same arguments and group, but with plans and transports of its own. Deep copies use
@@ -199,7 +177,7 @@ class ContextParallel:
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle contains the arguments of `make`, and rank and world size, which hold where there is no process group.
+        """A pickle contains the settings, and rank and world size, which hold where there is no process group.
         Elsewhere the unpickled function is over the default group. Raises PicklingError for a function over a given
         group."""
         if self.group is not None:
@@ -207,22 +185,10 @@ class ContextParallel:
                 f"{self!r}: its process group can't be pickled; make it over the default group (group=None), or "
                 "make it again in the process that would unpickle it"
             )
-        return _unpickled, (
-            self.rank,
-            self.world,
-            self.choice,
-            self.variant.name,
-            self.kernel_name,
-            self.transport_name,
-            self.deterministic,
-            self.options,
-            self.replay,
-            self.agreement_s or False,
-            self.check,
-        )
+        return _unpickled, (self.settings, self.rank, self.world, self.choice)
 
     def __repr__(self) -> str:
-        return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.kernel_name})"
+        return f"{self.variant.name}(rank {self.rank} of {self.world}, kernel={self.settings.kernel})"
 
     @overload
     def shard(
@@ -267,11 +233,13 @@ class ContextParallel:
             shards = self._shards(cu, added)
         except ValueError as error:
             raise ValueError(f"{error}, or fn.shard(x, pad=True)") from None
-        part = _part(x, dim, shards[self.rank])
+        if added:  # the shards are those of the whole with its padding
+            x = torch.cat([x, x.new_zeros((*x.shape[:dim], added, *x.shape[dim + 1 :]))], dim)
+        parts = [token_range(x, dim, r) for r in shards[self.rank]]
+        part = x.contiguous() if parts[0].shape == x.shape else torch.cat(parts, dim)
         return (part, added) if pad else part
 
     @_not_compiled
-    @_noted
     def unshard(self, x: Tensor, cu_seqlens: Lengths = None, padding: int = 0) -> Tensor:
         """The inverse of `shard`: the global tensor, on every rank, from the parts of all ranks. x: this rank's part of
         out, of a gradient of q, k or v, or of anything else that `shard` takes. The out of a decode is already global.
@@ -280,20 +248,25 @@ class ContextParallel:
         Differentiable once. The backward does not communicate: it cuts this rank's part out of this rank's gradient of
         the global tensor. So all ranks should compute the same loss. Raises ValueError for shapes that `shard` does not
         take."""
-        dim = token_dim_of(x, cu_seqlens is not None)
-        self._check_group(communicates=True)
-        whole = self.layout.replicated or self.variant.decode or self.world == 1
-        total = x.shape[dim] * (1 if whole else self.world)
-        real = total - check_padding(padding, total, self.variant.decode)
-        if not whole:
-            shards = self._shards(check_cu_seqlens(cu_seqlens, real), padding)
-            x, _ = Unshard.apply(x, shards, self.rank, dim, self._transport(x.device))
-        return x.narrow(dim, 0, real) if padding else x
+        self.calls.settle()
+        try:
+            dim = token_dim_of(x, cu_seqlens is not None)
+            self._check_group(communicates=True)
+            whole = self.layout.replicated or self.variant.decode or self.world == 1
+            total = x.shape[dim] * (1 if whole else self.world)
+            real = total - check_padding(padding, total, self.variant.decode)
+            if not whole:
+                shards = self._shards(check_cu_seqlens(cu_seqlens, real), padding)
+                x, _ = Unshard.apply(x, shards, self.rank, dim, self.transport(x.device))
+            return x.narrow(dim, 0, real) if padding else x
+        except Exception as error:
+            self.calls.fail(error)
+            raise
 
     def _shards(self, cu_seqlens: CuSeqlens, padding: int = 0) -> tuple[Shard, ...]:
         """By rank, the tokens that it holds; with padding the whole is split like one sequence."""
         lengths = (0, cu_seqlens[-1] + padding) if padding else cu_seqlens
-        return padded_layout(self, padding).shards(lengths, self.world)
+        return self.padded_layout(padding).shards(lengths, self.world)
 
     @_not_compiled
     def __call__(
@@ -337,89 +310,100 @@ class ContextParallel:
         uses the LSE undetached. The backward reads out, so write `out = out + x`, not `out += x`.
         Raises ValueError for shapes, masks or lengths that the variant can't do, UnsupportedCall (a ValueError)
         when the kernel can't, and TypeError for an unknown argument."""
-        with self.calls:
-            self.calls.begin(self.agreement_s)
-            check_transforms()
+        self.calls.begin(self.settings.agreement_s)
+        try:
+            if private.transformed.function():
+                raise UnsupportedCall(
+                    "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
+                    "torch.autograd.grad, and give a batch as the first dim"
+                )
             if dropout or unknown:
                 check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
                 raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
-            key: Hashable = None
+            key: Hashable = None  # what decides whether a call was checked before: all but the numbers in its tensors
             prepared: Prepared | None = None
             if kv_tokens is kv_lengths is prefix is prefix_tokens is None and not self.variant.decode:
                 more: Hashable = ()
                 usual = window is NO_WINDOW and scale is softcap is mask is sinks is cu_seqlens is None
                 if not usual or type(padding) is not int or padding:
                     more = key_of_more(scale, window, softcap, mask, sinks, cu_seqlens, padding)
-                key = call_key(q, k, v, causal, return_lse, more)
-                prepared = self.plans.prepared.get(key)
+                try:
+                    key = (
+                        q.shape, q.dtype, q.device, q.layout, type(q), k.shape, k.dtype, k.device, k.layout, type(k), v.shape,
+                        v.dtype, v.device, v.layout, type(v), causal, type(causal), bool(return_lse), more,
+                        torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+                    )  # fmt: skip
+                    prepared = self.plans.prepared.get(key)
+                except (AttributeError, RuntimeError, TypeError):  # what is refused: no tensors, nested ones
+                    key = None
             if prepared is None:
-                given = {
+                arguments = {
                     "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
                     "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
                 }  # fmt: skip
                 if prefix is not None or prefix_tokens is not None:
-                    out, lse = self._with_prefix(q, k, v, given, prefix, prefix_tokens)
+                    out, lse = self._with_prefix(q, k, v, arguments, prefix, prefix_tokens)
                     return (out, lse) if return_lse else out
-                prepared = self._prepared(q, k, v, **given, return_lse=return_lse)
+                prepared = self._prepared(q, k, v, **arguments, return_lse=return_lse)
                 if key is not None:
                     self.plans.prepare(key, prepared)
-            elif prepared.packed is not None:
-                self.plans.use_packed(prepared.packed)
-            out, lse = self._attend(q, k, v, sinks, prepared)
-            return (out, lse) if return_lse else out
+            plan = prepared.plan
+            if q.is_cuda:
+                hold_for_caller(plan.transport.captured)
+            at = None
+            if (
+                prepared.padding
+            ):  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
+                at = token_indices(prepared.padding, q.device)
+                q, k, v = (x.index_fill(TOKENS, at, 0) for x in (q, k, v))
+            if self.settings.check and self.world > 1 and not self.layout.replicated:
+                check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
+            if prepared.scale is not None:
+                q = signed(q, prepared.scale)
+            q, k, v = fit((q, k, v), plan.kernel.align)
+            inputs = (q, k, v) if sinks is None else (q, k, v, sinks.contiguous())
+            result = attend(inputs, plan, self.graphs if plan.graphs else None, prepared.gradient)
+            if at is not None:  # a band does not exclude the padding's queries
+                result = (
+                    result[0].index_fill(TOKENS, at, 0),
+                    None if result[1] is None else result[1].index_fill(-1, at, -torch.inf),
+                )
+            return result if return_lse else result[0]
+        except Exception as error:
+            self.calls.fail(error)
+            raise
 
-    def _prepared(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Prepared:
+    def _prepared(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Prepared:
         """A checked call, with its plan."""
         self._check_group(communicates=True)
-        spec = call_spec(self, q, k, v, **given)
-        plan = plan_of(spec, 1 if spec.packed else len(q), self, self.plans, self._transport)
-        real = spec.cu_seqlens[-1]
+        spec = call_spec(self, q, k, v, **arguments)
+        plan, real = plan_of(self, spec), spec.cu_seqlens[-1]
         padded = beyond(self._shards((0, real), spec.padding)[self.rank], real) if spec.padding else ()
-        return Prepared(plan, given.get("scale"), tuple(padded), spec.mask, spec if spec.packed else None)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, prepared: Prepared
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, LSE); the LSE is valid only if the call returns it."""
-        plan = prepared.plan
-        hold_for_caller(plan.transport.captured)
-        at = None
-        if (
-            prepared.padding
-        ):  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
-            at = token_indices(prepared.padding, q.device)
-            q, k, v = (x.index_fill(TOKENS, at, 0) for x in (q, k, v))
-        if self.check and self.world > 1 and not self.layout.replicated:
-            check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
-        if prepared.scale is not None:
-            q = signed(q, prepared.scale)
-        q, k, v = fit((q, k, v), plan.kernel.align)
-        out, lse = attend(q, k, v, sinks, plan, self.graphs if plan.graphs else None)
-        if at is not None:  # a band does not exclude the padding's queries
-            out = out.index_fill(TOKENS, at, 0)
-            lse = None if lse is None else lse.index_fill(-1, at, -torch.inf)
-        return out, lse
+        return Prepared(plan, spec.shape.backward, arguments.get("scale"), tuple(padded), spec.mask)
 
     def _with_prefix(
-        self, q: Tensor, k: Tensor, v: Tensor, given: dict[str, Any], prefix: object, tokens: int | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """(out, lse) over the keys of each element and those of the prefix. given: arguments of the call on each element's
+        self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], prefix: object, tokens: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """(out, lse) over the keys of each element and those of the prefix. arguments: of the call on each element's
         keys. Sinks are applied in this call only."""
         shared = check_prefix(prefix, k, v, self.variant)
-        check_no_window(given["causal"], given["window"], given["mask"])
-        out, lse = self(q, k, v, **given, return_lse=True)
+        check_no_window(arguments["causal"], arguments["window"], arguments["mask"])
+        out, lse = self(q, k, v, **arguments, return_lse=True)
         batch, n, heads, head_dim = q.shape
         queries = q.reshape(1, batch * n, heads, head_dim)
-        found = self(
-            queries, *shared, scale=given["scale"], softcap=given["softcap"], kv_tokens=tokens, return_lse=True
-        )
-        merge(out, lse, out, lse, found[0].view(out.shape), found[1].view(heads, batch, n).transpose(0, 1))
+        alike = {name: arguments[name] for name in ("scale", "softcap")}
+        before, before_lse = self(queries, *shared, **alike, kv_tokens=tokens, return_lse=True)
+        merge(out, lse, out, lse, before.view(out.shape), before_lse.view(heads, batch, n).transpose(0, 1))
         return out, lse
 
-    @_noted
-    def plan(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Plan:
+    def plan(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Plan:
         """The plan of a call with these arguments: the schedule bound to this rank, its kernel and its transport."""
-        return self._prepared(q, k, v, **given).plan
+        self.calls.settle()
+        try:
+            return self._prepared(q, k, v, **arguments).plan
+        except Exception as error:
+            self.calls.fail(error)
+            raise
 
     def _check_group(self, communicates: bool = False) -> None:
         """Raises ValueError if the function has no process group, and either there is one now or it needs one."""
@@ -436,10 +420,10 @@ class ContextParallel:
                 "ranks, or make it again"
             )
 
-    def _transport(self, device: torch.device) -> Transport:
+    def transport(self, device: torch.device) -> Transport:
         """The device's transport, connected at its first use."""
         if device not in self.transports:
-            name = transports.resolve(self.transport_name, device)
+            name = transports.resolve(self.settings.transport, device)
             # a baseline runs in a larger world with self.world = 1: nothing to move
             made = transports.select(name, device, self.group) if self.world > 1 else transports.Transport()
             made.follow(self.calls)
@@ -447,24 +431,9 @@ class ContextParallel:
         return self.transports[device]
 
 
-def _part(x: Tensor, dim: int, mine: Shard) -> Tensor:
-    """The tokens of a shard, contiguous; zeros for those beyond the end of x."""
-    parts = []
-    for r in mine:
-        parts.append(token_range(x, dim, r))
-        if lacking := len(r) - parts[-1].shape[dim]:
-            shape = list(x.shape)
-            shape[dim] = lacking
-            parts.append(x.new_zeros(shape))
-    if len(parts) > 1:
-        return torch.cat(parts, dim)
-    whole = parts[0].shape == x.shape
-    return x.contiguous() if whole else parts[0].clone(memory_format=torch.contiguous_format)
-
-
-def _unpickled(rank: int, world: int, choice: auto.Choice | None, name: str, *settings: Any) -> ContextParallel:
-    fn = ContextParallel(variant(name), None, *settings)
+def _unpickled(settings: Settings, rank: int, world: int, choice: auto.Choice | None) -> ContextParallel:
+    fn = ContextParallel(settings)
     fn.choice = choice
     if fn.alone:
-        fn.rank, fn.world, fn.layout = rank, world, fn.variant.border(world, fn.options)
+        fn.rank, fn.world = rank, world
     return fn

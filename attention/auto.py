@@ -4,23 +4,21 @@ what no model of time knows, above all the CPU launch overhead of this host."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
-from itertools import pairwise
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.call import check_softcap
+from attention.call import NO_WINDOW, Lengths, check_cu_seqlens, check_softcap, whole_lengths
 from attention.errors import UnsupportedCall
-from attention.geometry.counts import Shapes
-from attention.geometry.layouts import CuSeqlens, sizes_of
+from attention.geometry.layouts import sizes_of
 from attention.gpu.private import default_group
 from attention.masks.band import Band
-from attention.tensors import on_host
+from attention.masks.mask import Mask
 from attention.transports import captures_undone
 from attention.variants.registry import AUTO, shortlist
 
@@ -33,33 +31,62 @@ ROUND_MS = 100.0  # length of a candidate's turn
 MOST_RUNS = 20  # iterations of a turn
 LONG_MS = 1000.0  # an iteration of this length is warmed up and timed by one other
 
-NO_MODEL = "auto times its candidates and estimates nothing; leave it out"
-GONE = {
-    "ceilings": NO_MODEL,
-    "graphed": 'auto times calls as they are made; give replay="graphs" to time them without CPU launch overhead',
-    "memory_gb": f"a candidate that runs out of memory is passed over: {NO_MODEL}",
-    "trials": "all candidates are timed; leave it out",
-}
 
-
-@dataclass(frozen=True)
+@dataclass(kw_only=True)
 class AutoRequest:
-    """The options of `make("auto")`; None: the default. A dense batch gives `tokens`, a packed one `cu_seqlens`."""
+    """The options of `make("auto")`, which are also the call that candidates are timed with, on random tensors. A dense batch gives
+    `tokens`, a packed one `cu_seqlens`. The caller's random state stays as it was. Raises ValueError for cu_seqlens that do not
+    rise from 0, and for a softcap that is none."""
 
     tokens: int | None = None  # of a sequence
-    cu_seqlens: Tensor | Sequence[int] | None = None  # the global ones
-    batch: int | None = None  # 1
-    heads: int | None = None  # must be given
+    cu_seqlens: Lengths = None  # the global ones
+    batch: int = 1
+    heads: int
     kv_heads: int | None = None  # as many as heads
-    head_dim: int | None = None  # must be given
+    head_dim: int
     v_head_dim: int | None = None  # head_dim
-    dtype: torch.dtype | None = None  # torch.bfloat16
-    causal: bool | None = False
-    window: tuple[int, int] | None = None
-    backward: bool | None = True
+    dtype: torch.dtype = torch.bfloat16
+    causal: bool = False
+    window: tuple[int, int] = NO_WINDOW
+    backward: bool = True
     q_tokens: int | None = None  # queries of a decode
     softcap: float | None = None
     device: torch.device | str | None = None  # CUDA if there is one
+    mask: Mask | None = None
+
+    def __post_init__(self) -> None:
+        lengths = (0, self.tokens or 0) if self.cu_seqlens is None else whole_lengths(self.cu_seqlens)
+        self.lengths = check_cu_seqlens(lengths, sum(lengths[-1:]))
+        self.softcap = check_softcap(self.softcap)
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.device = torch.empty(0, device=device).device  # with its index
+        self.backward = self.backward and self.q_tokens is None
+        self.tensors: dict[tuple[str, int], Tensor] = {}  # by role and tokens
+
+    def iterate(self, fn: ContextParallel) -> None:
+        """A forward and, if the call has one, a backward."""
+        local = sizes_of(fn.layout, self.lengths, fn.world)[fn.rank]
+        queries = local if self.q_tokens is None else self.q_tokens
+        q, k, v = (self._tensor(name, n) for name, n in (("q", queries), ("k", local), ("v", local)))
+        out = fn(
+            q, k, v, causal=self.causal, window=self.window, mask=self.mask, softcap=self.softcap,
+            cu_seqlens=None if self.cu_seqlens is None else self.lengths,
+            kv_tokens=None if self.q_tokens is None else self.lengths[-1],
+        )  # fmt: skip
+        if self.backward:
+            # a model wakes autograd's thread once for its whole backward, not once for each call
+            with torch.autograd.set_multithreading_enabled(False):
+                torch.autograd.grad(out, (q, k, v), self._tensor("dout", queries))
+
+    def _tensor(self, name: str, tokens: int) -> Tensor:
+        if (name, tokens) not in self.tensors:
+            heads = (name in ("k", "v") and self.kv_heads) or self.heads
+            head_dim = (name in ("v", "dout") and self.v_head_dim) or self.head_dim
+            shape = (self.batch, tokens, heads, head_dim)[self.cu_seqlens is not None :]
+            x = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
+            self.tensors[name, tokens] = x.requires_grad_(self.backward and name != "dout")
+        return self.tensors[name, tokens]
 
 
 @dataclass(frozen=True)
@@ -93,11 +120,10 @@ def choose(
     What they exchange through is kept until `transports.release()`, as for any call.
 
     Raises ValueError for options that are missing, unknown or impossible, and UnsupportedCall where every trial fails."""
-    request = _checked(options)
-    trial = _trial(request)
-    world, heads = dist.get_world_size(group) if dist.is_initialized() else 1, trial.shapes
-    band = Band.of(bool(request.causal), request.window or (-1, -1))
-    able, left_out = shortlist(trial.cu_seqlens, world, band, heads.heads, heads.kv_heads, trial.q_tokens)
+    trial = _request(options)
+    world = dist.get_world_size(group) if dist.is_initialized() else 1
+    band = Band.of(trial.causal, trial.window)
+    able, left_out = shortlist(trial.lengths, world, band, trial.heads, trial.kv_heads or trial.heads, trial.q_tokens)
     ways = ("none", "graphs") if replay == "auto" else (replay,)
     tried_ms: dict[str, float] = {}
     candidates = {label_of(name, way): (name, way) for way in ways for name in able}
@@ -117,97 +143,24 @@ def choose(
     return choice[0]
 
 
-def _checked(options: Mapping[str, Any]) -> AutoRequest:
-    known = [option.name for option in fields(AutoRequest)]
+def _request(options: Mapping[str, Any]) -> AutoRequest:
+    known = [option.name for option in fields(AutoRequest) if option.name != "mask"]
     for option, value in options.items():
-        if option in GONE:
-            raise ValueError(f"{option}={value!r}: {GONE[option]}")
         if option not in known:
             raise ValueError(f"{option}={value!r}: auto has no such option; its options: {', '.join(known)}")
-    request = AutoRequest(**options)
-    missing = [name for name in ("heads", "head_dim") if getattr(request, name) is None]
-    if (request.tokens is None) == (request.cu_seqlens is None):
+    options = {option: value for option, value in options.items() if value is not None}
+    missing = [name for name in ("heads", "head_dim") if name not in options]
+    if ("tokens" in options) == ("cu_seqlens" in options):
         missing.insert(0, "tokens or else cu_seqlens")
     if missing:
         raise ValueError(
             f"attention.make('auto'): {', '.join(missing)}: must be given, since the layout of the tensors follows from "
             "the shapes; for instance tokens=32768, heads=32, kv_heads=8, head_dim=128, causal=True"
         )
-    return request
+    return AutoRequest(**options)
 
 
-def _trial(request: AutoRequest) -> TrialCall:
-    """Raises ValueError for cu_seqlens that do not rise from 0, and for a softcap that is none."""
-    assert request.heads is not None and request.head_dim is not None
-    lengths = (0, request.tokens or 0) if request.cu_seqlens is None else request.cu_seqlens
-    cu = tuple(int(c) for c in (on_host(lengths) if isinstance(lengths, Tensor) else lengths))
-    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)):
-        raise ValueError(f"cu_seqlens={cu}: must rise from 0 to the global number of tokens")
-    dtype = request.dtype or torch.bfloat16
-    return TrialCall(
-        cu_seqlens=cu,
-        shapes=Shapes(
-            request.batch or 1, request.heads, request.kv_heads or request.heads, request.head_dim, dtype.itemsize,
-            request.v_head_dim,
-        ),
-        dtype=dtype,
-        device=torch.device(request.device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        packed=request.cu_seqlens is not None,
-        backward=bool(request.backward) and request.q_tokens is None,
-        q_tokens=request.q_tokens,
-        arguments={
-            "causal": bool(request.causal),
-            "window": request.window or (-1, -1),
-            "softcap": check_softcap(request.softcap),
-        },
-    )  # fmt: skip
-
-
-@dataclass
-class TrialCall:
-    """The call that candidates are timed with, on random tensors. The caller's random state stays as it was."""
-
-    cu_seqlens: CuSeqlens  # the global ones, (0, S) for a dense batch
-    shapes: Shapes
-    dtype: torch.dtype
-    device: torch.device
-    packed: bool
-    backward: bool
-    q_tokens: int | None  # queries of a decode
-    arguments: dict[str, Any]  # of the call, but for tensors and lengths
-    tensors: dict[tuple[str, int], Tensor] = field(default_factory=dict)  # by role and tokens
-
-    def __post_init__(self) -> None:
-        self.device = torch.empty(0, device=self.device).device  # with its index
-        self.generator = torch.Generator(self.device).manual_seed(0)
-        if self.packed:
-            self.arguments["cu_seqlens"] = list(self.cu_seqlens)
-        if self.q_tokens is not None:
-            self.arguments["kv_tokens"] = self.cu_seqlens[-1]
-
-    def iterate(self, fn: ContextParallel) -> None:
-        """A forward and, if the call has one, a backward."""
-        local = sizes_of(fn.layout, self.cu_seqlens, fn.world)[fn.rank]
-        queries = local if self.q_tokens is None else self.q_tokens
-        q, k, v = (self._tensor(name, n) for name, n in (("q", queries), ("k", local), ("v", local)))
-        out = fn(q, k, v, **self.arguments)
-        if self.backward:
-            # a model wakes autograd's thread once for its whole backward, not once for each call
-            with torch.autograd.set_multithreading_enabled(False):
-                torch.autograd.grad(out, (q, k, v), self._tensor("dout", queries))
-
-    def _tensor(self, name: str, tokens: int) -> Tensor:
-        if (name, tokens) not in self.tensors:
-            shapes = self.shapes
-            heads = shapes.kv_heads if name in ("k", "v") else shapes.heads
-            head_dim = shapes.v_head_dim if name in ("v", "dout") else shapes.head_dim
-            shape = (shapes.batch, tokens, heads, head_dim)[self.packed :]
-            x = torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype)
-            self.tensors[name, tokens] = x.requires_grad_(self.backward and name != "dout")
-        return self.tensors[name, tokens]
-
-
-def fastest(functions: Mapping[str, ContextParallel], trial: TrialCall) -> tuple[dict[str, float], dict[str, str]]:
+def fastest(functions: Mapping[str, ContextParallel], trial: AutoRequest) -> tuple[dict[str, float], dict[str, str]]:
     """Times functions over one group. Returns (ms of an iteration on the slowest rank by label, the fastest first, why others
     failed). Collective. The memory of all is held at once. A function that fails on any rank, as where memory runs out or its
     kernel refuses, is left out on all of them. If it fails within an exchange on some ranks only, the group is of no further use, as
@@ -237,14 +190,14 @@ def fastest(functions: Mapping[str, ContextParallel], trial: TrialCall) -> tuple
     return dict(sorted(ms.items(), key=lambda item: item[1])), left_out
 
 
-def _run(fn: ContextParallel, trial: TrialCall, runs: int) -> tuple[float, str | None]:
+def _run(fn: ContextParallel, trial: AutoRequest, runs: int) -> tuple[float, str | None]:
     """Milliseconds of an iteration on the slowest rank, when iterations follow one another as in a model, and the reason of a rank on
     which it failed. All ranks begin together, since each run ends with this exchange, and get the same."""
     reason, start = None, time.perf_counter()
     try:
         for _ in range(runs):
             trial.iterate(fn)
-        if trial.device.type == "cuda":
+        if trial.generator.device.type == "cuda":
             torch.cuda.synchronize(trial.device)
     except Exception as error:
         kind = "" if isinstance(error, (ValueError, torch.OutOfMemoryError)) else f"{type(error).__name__}: "
@@ -254,10 +207,7 @@ def _run(fn: ContextParallel, trial: TrialCall, runs: int) -> tuple[float, str |
     if fn.world > 1:
         dist.all_gather_object(outcomes, mine, group=fn.group or default_group())
     reason = next((reason for _, reason in outcomes if reason), None)
-    if reason and not mine[1]:
-        with (
-            suppress(ValueError),
-            fn.calls,
-        ):  # a call that failed on some ranks has failed on all: so the next one is in step
-            raise UnsupportedCall(reason)
+    if reason and not mine[1]:  # a call that failed on some ranks has failed on all: so the next one is in step
+        with suppress(ValueError):
+            fn.calls.fail(UnsupportedCall(reason))
     return max(ms for ms, _ in outcomes), reason

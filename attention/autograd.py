@@ -3,15 +3,15 @@ refused, since the communication in a backward is not differentiable."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
-from attention.executors import executor
 from attention.executors.plan import Plan
 from attention.geometry.layouts import Shard
 from attention.gpu import private
@@ -20,52 +20,52 @@ from attention.gpu.uploads import hold_for_caller
 from attention.kernels.fit import fit
 from attention.transports import Transport
 
+NOTHING = nullcontext()
 OUT = 3  # the place of the result in what executors save: q, k, v, out, lse
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Plan, graphs: GraphReplay | None
+    inputs: tuple[Tensor, ...], plan: Plan, graphs: GraphReplay | None, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(out, lse) of this rank's shards, whose strides and alignment the plan's kernel accepts; the lse if the plan wants it.
+    """(out, lse) of this rank's shards q, k and v, whose strides and alignment the plan's kernel accepts, and of sinks if the plan has
+    them; the lse if the plan wants it. gradient: whether there may be a backward.
     The same function serves all calls of a plan: a checkpointed layer must save as many tensors each time."""
-    inputs = (q, k, v) if sinks is None else (q, k, v, sinks.contiguous())
-    if wants_gradient(*inputs):
+    if gradient:
         out, lse, _ = _Attention.apply(plan, graphs, *inputs)
         return out, lse
-    out, lse = _forward(inputs, plan, graphs, False)
+    out, lse, *_ = _run(_forward if graphs is None else _results, plan, graphs, inputs)
     # autograd forbids in-place changes to a view that was made under no_grad
-    return (out.data if private.is_view(out) and not out.is_inference() else out), lse
+    return (out.data if private.is_view.function(out) and not out.is_inference() else out), lse
 
 
-def wants_gradient(*inputs: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
-        for x in inputs:
-            if x is not None and x.requires_grad:
-                return True
-    return False
+def _run(
+    stage: Callable[..., tuple[Tensor, ...]], plan: Plan, graphs: GraphReplay | None, inputs: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    if graphs is None:
+        return stage(plan, *inputs)
+    return graphs((plan, stage), plan.transport.begin, partial(stage, plan), inputs)
 
 
-def _forward(inputs: tuple[Tensor, ...], plan: Plan, graphs: GraphReplay | None, keep: bool) -> tuple[Tensor, ...]:
-    """(out, lse) and, if `keep`, the tensors that the backward needs. inputs: q, k, v, and sinks if the plan has them."""
-
-    def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
-        plan.transport.begin()
-        out, lse, saved = executor(plan.variant.executor).forward(q, k, v, plan, sinks)
-        plan.transport.join()
-        return (out, lse, *saved) if keep else (out, lse)
-
-    return run(*inputs) if graphs is None else graphs((plan, "forward", keep), plan.transport.begin, run, inputs)
+def _forward(plan: Plan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, ...]:
+    """(out, lse) and the tensors that the backward needs."""
+    transport = plan.transport
+    transport.begin()
+    out, lse, saved = plan.executor.forward(q, k, v, plan, sinks)
+    transport.join()
+    return out, lse, *saved
 
 
-def _backward(dout: Tensor, saved: Sequence[Tensor], plan: Plan, graphs: GraphReplay | None) -> tuple[Tensor, ...]:
-    def run(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
-        plan.transport.begin()
-        grads = executor(plan.variant.executor).backward(dout, saved, plan)
-        plan.transport.join()
-        return grads
+def _results(plan: Plan, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """(out, lse): a graph copies all that it returns."""
+    return _forward(plan, *inputs)[:2]
 
-    inputs = dout, *saved
-    return run(*inputs) if graphs is None else graphs((plan, "backward"), plan.transport.begin, run, inputs)
+
+def _backward(plan: Plan, dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+    transport = plan.transport
+    transport.begin()
+    grads = plan.executor.backward(dout, saved, plan)
+    transport.join()
+    return grads
 
 
 class _Attention(torch.autograd.Function):
@@ -73,13 +73,12 @@ class _Attention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, plan: Plan, graphs: GraphReplay | None, *inputs: Tensor
     ) -> tuple[Tensor | None, ...]:
-        out, lse, *saved = _forward(inputs, plan, graphs, True)
+        out, lse, *saved = _run(_forward, plan, graphs, inputs)
         # a saved result connects the gradients to autograd's graph; where no result is saved, an empty one does
         node = None if saved[OUT] is out else out.new_empty(0)
         ctx.save_for_backward(*saved, node)
-        ctx.plan, ctx.graphs, ctx.call = plan, graphs, plan.transport.calls.number
+        ctx.plan, ctx.graphs, ctx.call, ctx.shape = plan, graphs, plan.transport.calls.number, out.shape
         ctx.set_materialize_grads(False)  # an LSE that no loss uses has no gradient, rather than zeros
-        ctx.like = out.shape, out.dtype, out.device
         return out, lse if plan.want_lse else None, node
 
     @staticmethod
@@ -87,17 +86,22 @@ class _Attention(torch.autograd.Function):
         plan: Plan = ctx.plan
         *saved, node = ctx.saved_tensors
         if dout is None:  # other ranks may have a gradient, and communicate with this rank
-            shape, dtype, device = ctx.like
-            dout = torch.zeros(shape, dtype=dtype, device=device)
-        hold_for_caller(plan.transport.captured)
-        no_grad = torch.no_grad() if torch.is_grad_enabled() else nullcontext()  # enabled to create a graph
-        with no_grad, plan.transport.calls.backward(ctx.call):
+            dout = saved[0].new_zeros(ctx.shape)
+        if dout.is_cuda:
+            hold_for_caller(plan.transport.captured)
+        calls = plan.transport.calls
+        calls.backward(ctx.call)
+        try:
             if dlse is not None:
                 raise UnsupportedCall(
                     "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
                 )
-            (given,) = fit((dout.contiguous(),), plan.kernel.align)
-            grads = _backward(given, saved, plan, ctx.graphs)
+            with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # enabled to create a graph
+                (fitting,) = fit((dout.contiguous(),), plan.kernel.align)
+                grads = _run(_backward, plan, ctx.graphs, (fitting, *saved))
+        except Exception as error:
+            calls.fail(error)
+            raise
         return None, None, *_first_order(grads, dout, saved[OUT] if node is None else node, plan.variant.name)
 
 
@@ -117,10 +121,10 @@ class Unshard(torch.autograd.Function):
         shape = list(x.shape)
         shape[dim] *= len(shards)
         out = x.new_empty(shape)
-        for each, shard in enumerate(shards):
+        for part, shard in zip(gathered, shards, strict=True):
             at = 0
             for r in shard:
-                token_range(out, dim, r).copy_(gathered[each].narrow(dim, at, len(r)))
+                token_range(out, dim, r).copy_(part.narrow(dim, at, len(r)))
                 at += len(r)
         return out, node
 

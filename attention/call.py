@@ -1,11 +1,12 @@
-"""Checks of the arguments of `make`, `shard` and a call. Each returns the argument in its canonical form, or raises a
-ValueError that names the received value, the rule and the way out."""
+"""The arguments of `make` and of a call, each named once: `Settings` and `CallSpec`. Each check of an argument returns it in its
+canonical form, or raises a ValueError that names the received value, the rule and the way out."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
@@ -18,22 +19,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import masks
-from attention.errors import UnsupportedCall, nearest
+from attention.errors import nearest
+from attention.executors.plan import KeyLengths
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.options import check_heads
-from attention.gpu import private
+from attention.geometry.options import Options, check_heads
+from attention.kernels import Shape
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
-from attention.tensors import on_host
-from attention.variants.base import decodes
+from attention.tensors import on_host, tokens
+from attention.variants.base import Variant, decodes
 
 if TYPE_CHECKING:
-    from attention.variants.base import Variant
+    from attention.api import ContextParallel
 
 Lengths = Tensor | list[int] | tuple[int, ...] | None
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8)
+NO_WINDOW = (-1, -1)
 MOST = 256  # cached checks of packed batches
 MOST_TEXT = 40  # characters of a wrong value that a message shows
 FP32 = torch.finfo(torch.float32)
@@ -47,6 +50,92 @@ ELSEWHERE = {
     "cu_seqlens_q": "give the global cu_seqlens=",
     "enable_gqa": "k and v may always have fewer heads than q; leave it out",
 }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What `make` fixes for all calls of a function: its checked arguments."""
+
+    variant: Variant[Any]
+    options: Options
+    kernel: str
+    transport: str
+    deterministic: bool
+    replay: str
+    agreement_s: float  # 0: ranks are not compared
+    check: bool
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """The checked arguments of a call that determine its plan, in addition to the function's `Settings`."""
+
+    shape: Shape
+    batch: int = field(compare=False)  # a plan serves any, but ranks agree on a new plan only if theirs are equal
+    kv_tokens: int  # of this rank
+    cu_seqlens: CuSeqlens  # without padding
+    causal: bool
+    window: tuple[int, int]
+    mask: Mask | None
+    padding: int
+    scale: float
+    softcap: float | None
+    sinks: bool
+    kv_lengths: KeyLengths  # of a decode
+    lengths_on: str | None  # where these are known
+    device: torch.device
+    return_lse: bool
+
+
+def call_spec(
+    fn: ContextParallel, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
+    window: tuple[int, int] = NO_WINDOW, cu_seqlens: Lengths = None, mask: Mask | None = None, kv_tokens: int | None = None,
+    padding: int = 0, sinks: Tensor | None = None, softcap: float | None = None, kv_lengths: Lengths = None,
+    return_lse: bool = False,
+) -> CallSpec:  # fmt: skip
+    """The checked arguments of a call (see `ContextParallel.__call__`). Raises ValueError."""
+    packed, decode = cu_seqlens is not None, fn.variant.decode
+    check_tensors(q, k, v, packed, decode)
+    check_sinks(sinks, q)
+    total = kv_tokens if kv_tokens is not None else tokens(k) * (1 if fn.layout.replicated else fn.world)
+    lengths = check_kv_lengths(kv_lengths, len(q), total, q.device, fn.variant)
+    gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    return CallSpec(
+        shape=Shape.of(q, k, v, gradient, softcap is not None),
+        batch=1 if packed else len(q),
+        kv_tokens=tokens(k),
+        cu_seqlens=check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, decode)),
+        causal=check_causal(causal),
+        window=check_window(window),
+        mask=check_mask(mask),
+        padding=padding,
+        scale=positive(check_scale(scale), q.shape[-1]),
+        softcap=check_softcap(softcap),
+        sinks=sinks is not None,
+        kv_lengths=lengths,
+        lengths_on=None if lengths is None else "GPU" if isinstance(lengths, Tensor) else "CPU",
+        device=q.device,
+        return_lse=return_lse,
+    )
+
+
+def key_of_more(
+    scale: float | None,
+    window: tuple[int, int],
+    softcap: float | None,
+    mask: Mask | None,
+    sinks: Tensor | None,
+    cu_seqlens: Lengths,
+    padding: int,
+) -> Hashable:
+    """The part of a call's key for arguments that are not the defaults. Raises ValueError for wrong ones."""
+    of_sinks = (
+        (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad) if isinstance(sinks, Tensor) else type(sinks)
+    )
+    numbers = check_scale(scale), check_softcap(softcap), *check_window(window)
+    added = padding if isinstance(padding, int) else None, type(padding)  # True is no number of tokens, yet equal to 1
+    lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens)
+    return *numbers, *added, id(mask), of_sinks, torch.is_grad_enabled(), lengths
 
 
 def process_group(group: object) -> dist.ProcessGroup | None:
@@ -92,15 +181,6 @@ def check_keywords(unknown: Mapping[str, object], known: Iterable[str]) -> None:
         raise TypeError(f"{name}: a call has no such argument; {ELSEWHERE.get(name) or nearest(name, known)}")
 
 
-def check_transforms() -> None:
-    """Raises UnsupportedCall within a function transform or forward-mode differentiation."""
-    if private.transformed.function():
-        raise UnsupportedCall(
-            "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
-            "torch.autograd.grad, and give a batch as the first dim"
-        )
-
-
 def check_plain(name: str, x: object) -> None:
     """Raises ValueError unless x is a dense tensor in this rank's memory."""
     if not isinstance(x, Tensor):
@@ -126,12 +206,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
             raise ValueError(f"{name} has shape {list(x.shape)}: it must be {form}")
     if k.shape[:-1] != v.shape[:-1]:
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: may differ in the last dim, the head dim, only")
-    same = (
-        (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1])
-        if decode
-        else ((*q.shape[:-2], q.shape[-1]) == (*k.shape[:-2], k.shape[-1]))
-    )
-    if not same:
+    alike = slice(1) if decode else slice(-2)
+    if q.shape[alike] != k.shape[alike] or q.shape[-1] != k.shape[-1]:
         raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in the number of heads only")
     needed = q.shape[-2:] if decode else q.shape  # a decode may have no queries or no keys yet
     if not all(needed):
@@ -160,28 +236,22 @@ def check_causal(causal: object) -> bool:
 
 def check_scale(scale: float | None) -> float | None:
     """The scale as a float, or None. Raises ValueError unless it is a number that fp32 can hold."""
-    if scale is None or (type(scale) is float and abs(scale) <= FP32.max):
-        return scale
-    found = _number(scale)
-    if not abs(found) <= FP32.max:
-        raise ValueError(
-            f"scale={_text(scale)}: must be a finite number, at most {FP32.max:.1e}; leave it out for head_dim ** -0.5, or "
-            "give a float"
-        )
-    return found
+    if scale is None or abs(number := _number(scale)) <= FP32.max:
+        return None if scale is None else number
+    raise ValueError(
+        f"scale={_text(scale)}: must be a finite number, at most {FP32.max:.1e}; leave it out for head_dim ** -0.5, or "
+        "give a float"
+    )
 
 
 def check_softcap(softcap: float | None) -> float | None:
     """The softcap as a float, or None. Raises ValueError unless it is a positive number that fp32 can hold."""
-    if softcap is None:
-        return None
-    found = _number(softcap)
-    if not FP32.tiny <= found <= FP32.max:
-        raise ValueError(
-            f"softcap={_text(softcap)}: must be a positive finite number, {FP32.tiny:.1e} to {FP32.max:.1e}; leave it out "
-            "for no softcap"
-        )
-    return found
+    if softcap is None or FP32.tiny <= (number := _number(softcap)) <= FP32.max:
+        return None if softcap is None else number
+    raise ValueError(
+        f"softcap={_text(softcap)}: must be a positive finite number, {FP32.tiny:.1e} to {FP32.max:.1e}; leave it out "
+        "for no softcap"
+    )
 
 
 def _number(value: object) -> float:
@@ -236,26 +306,29 @@ def check_cu_seqlens(cu_seqlens: Lengths, total: int) -> CuSeqlens:
     return (0, total) if cu_seqlens is None else _rising(whole_lengths(cu_seqlens), total)
 
 
-def whole_lengths(cu_seqlens: Tensor | Iterable[Any]) -> CuSeqlens:
+def whole_lengths(cu_seqlens: object) -> CuSeqlens:
     """As integers on the CPU. Raises ValueError unless they are integers."""
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in INTEGERS:
-            raise ValueError(
-                f"cu_seqlens is {cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}: must be an integer tensor, int32 or int64, of shape [n + 1]; "
-                "give cu_seqlens.to(torch.int32)"
-            )
-        return on_host(cu_seqlens)
-    if not isinstance(cu_seqlens, Iterable):
+    return _integers("cu_seqlens", cu_seqlens, "[n + 1], rising from 0 to the total")
+
+
+def _integers(name: str, values: Any, rule: str) -> tuple[int, ...]:
+    """As integers on the CPU. Raises ValueError unless they are integers in one dimension."""
+    if isinstance(values, Tensor):
+        return on_host(_integer_tensor(name, values, rule))
+    try:
+        values = tuple(values)
+        return values if {*map(type, values)} == {int} else tuple(map(index, values))  # accepts NumPy's integers
+    except TypeError:
+        raise ValueError(f"{name}={_text(values)}: must be integers {rule}") from None
+
+
+def _integer_tensor(name: str, x: Any, rule: str) -> Tensor:
+    if x.dim() != 1 or x.dtype not in INTEGERS:
         raise ValueError(
-            f"cu_seqlens={cu_seqlens!r}: must be cumulative lengths from 0 to the total; for instance [0, 100, 512]"
+            f"{name} is {x.dtype} of shape {list(x.shape)}: must be an integer tensor {rule}; "
+            f"give {name}.to(torch.int32)"
         )
-    cu = tuple(cu_seqlens)
-    if {*map(type, cu)} != {int}:  # accepts NumPy's integers
-        try:
-            cu = tuple(map(index, cu))
-        except TypeError:
-            raise ValueError(f"cu_seqlens={_shown(cu)}: must be integers; give numbers of tokens") from None
-    return cu
+    return x
 
 
 @lru_cache(maxsize=MOST)
@@ -280,26 +353,16 @@ def check_kv_lengths(
         return None
     if not variant.decode:
         raise ValueError(f"kv_lengths: {variant.name} is no decode; take {decodes()}, or pack the batch by cu_seqlens")
-    if isinstance(lengths, Tensor):
-        if lengths.dtype not in INTEGERS or lengths.shape != (batch,):
-            raise ValueError(
-                f"kv_lengths is {lengths.dtype} of shape {list(lengths.shape)}: must be an integer tensor [{batch}], one for "
-                "each batch element; give kv_lengths.to(torch.int32)"
-            )
-        if lengths.device.type != "cpu":
-            if lengths.device != device:
-                raise ValueError(f"kv_lengths is on {lengths.device}: must be on {device}, as q, or on the CPU")
-            return lengths
-        return check_range(on_host(lengths), total)
-    try:
-        found = tuple(map(index, lengths))
-    except TypeError:
-        raise ValueError(
-            f"kv_lengths={_text(lengths)}: must be integers, one for each of the {batch} batch elements"
-        ) from None
-    if len(found) != batch:
-        raise ValueError(f"kv_lengths has {len(found)} lengths: must be one for each of the {batch} batch elements")
-    return check_range(found, total)
+    rule = f"[{batch}], one for each of the {batch} batch elements"
+    on_gpu = isinstance(lengths, Tensor) and not lengths.is_cpu
+    numbers = (_integer_tensor if on_gpu else _integers)("kv_lengths", lengths, rule)
+    if len(numbers) != batch:
+        raise ValueError(f"kv_lengths has {len(numbers)} lengths: must be {rule}")
+    if isinstance(numbers, tuple):
+        return check_range(numbers, total)
+    if numbers.device != device:
+        raise ValueError(f"kv_lengths is on {numbers.device}: must be on {device}, as q, or on the CPU")
+    return numbers
 
 
 def check_range(kv_lengths: tuple[int, ...], total: int) -> tuple[int, ...]:

@@ -1,40 +1,25 @@
-"""Makes the plan of a call: checks its arguments, then looks the plan up or builds it."""
+"""The plan of a call: looked up by the call's checked arguments, or built."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from attention import kernels, transports
-from attention.agreement import Asked, Calls
-from attention.autograd import wants_gradient
-from attention.call import (
-    Lengths,
-    check_causal,
-    check_cu_seqlens,
-    check_kv_lengths,
-    check_mask,
-    check_padding,
-    check_range,
-    check_scale,
-    check_sinks,
-    check_softcap,
-    check_tensors,
-    check_window,
-    positive,
-)
+from attention.agreement import Asked
+from attention.call import CallSpec, check_range
 from attention.executors import nested_prefixes
-from attention.executors.plan import KeyLengths, Plan, PlannedStep, part_plan, plan_steps, resized
-from attention.geometry.layouts import CuSeqlens, Layout, sizes_of
+from attention.executors.plan import Plan, PlannedStep, part_plan, plan_steps, resized
+from attention.geometry.layouts import CuSeqlens, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, Subproblem, masks
-from attention.kernels import Call, Kernel, Shape
+from attention.geometry.transfers import Intervals
+from attention.kernels import Call, Kernel
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
 from attention.masks.band import FULL, Band
@@ -42,157 +27,100 @@ from attention.masks.mask import Mask
 from attention.masks.padded import Padded
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
-from attention.plans import Plans
 from attention.replay import takes_graphs
-from attention.tensors import on_host, tokens
-from attention.transports import Transport
+from attention.tensors import on_host
 from attention.variants.base import Variant, takers
 
-Connect = Callable[[torch.device], Transport]
+if TYPE_CHECKING:
+    from attention.api import ContextParallel
 
+MOST_PLANS = 256
+MOST_PACKED_PLANS = 64  # plans of packed batches: index tables make them large
 MOST_LENGTHS = 9  # of cu_seqlens that an error message shows
+NAMES = {"backward": "gradient", "tokens": "queries", "value_dim": "v_head_dim"}  # in messages
+UNCOMPARED = ("shape", "kv_tokens", "kv_lengths", "agreement_s")  # which ranks may have different ones of
 
 
-class Settings(Protocol):
-    """What `make` fixed for all calls of a function."""
+class Prepared(NamedTuple):
+    """A checked call. sign: of its scale. padding: where this rank has padding. mask: kept alive, since the key has its identity."""
 
-    variant: Variant[Any]
-    options: Options
-    kernel_name: str
-    transport_name: str
-    deterministic: bool
-    replay: str
-    rank: int
-    world: int
-    layout: Layout
-    group: dist.ProcessGroup | None
-    calls: Calls
-
-
-class CallSpec(NamedTuple):
-    """The arguments that determine a plan, in addition to the function's settings."""
-
-    shape: Shape
-    q_tokens: int  # of this rank
-    kv_tokens: int  # of this rank
-    cu_seqlens: CuSeqlens  # without padding
-    packed: bool
-    causal: bool
-    window: tuple[int, int]
+    plan: Plan
+    gradient: bool
+    scale: float | None
+    padding: Intervals
     mask: Mask | None
-    padding: int
-    scale: float
-    softcap: float | None
-    sinks: bool
-    kv_lengths: KeyLengths  # of a decode
-    lengths_on: str | None  # where these are known
-    device: torch.device
-    want_lse: bool
 
 
-def call_spec(
-    settings: Settings,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    scale: float | None = None,
-    window: tuple[int, int] = (-1, -1),
-    cu_seqlens: Lengths = None,
-    mask: Mask | None = None,
-    kv_tokens: int | None = None,
-    padding: int = 0,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-    kv_lengths: Lengths = None,
-    return_lse: bool = False,
-) -> CallSpec:
-    """The checked arguments of a call (see `ContextParallel.__call__`). Raises ValueError."""
-    packed = cu_seqlens is not None
-    check_tensors(q, k, v, packed, settings.variant.decode)
-    scale, window, softcap = check_scale(scale), check_window(window), check_softcap(softcap)
-    check_sinks(sinks, q)
-    held = tokens(k)
-    total = kv_tokens if kv_tokens is not None else held * (1 if settings.layout.replicated else settings.world)
-    cu = check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, settings.variant.decode))
-    lengths = check_kv_lengths(kv_lengths, len(q), total, q.device, settings.variant)
-    shape = Shape.of(q, k, v, wants_gradient(q, k, v, sinks), softcap is not None)
-    return CallSpec(
-        shape=shape,
-        q_tokens=tokens(q),
-        kv_tokens=held,
-        cu_seqlens=cu,
-        packed=packed,
-        causal=check_causal(causal),
-        window=window,
-        mask=check_mask(mask),
-        padding=padding,
-        scale=positive(scale, shape.head_dim),
-        softcap=softcap,
-        sinks=sinks is not None,
-        kv_lengths=lengths,
-        lengths_on=None if lengths is None else "GPU" if isinstance(lengths, Tensor) else "CPU",
-        device=q.device,
-        want_lse=return_lse,
-    )
+class Plans(dict[CallSpec, Plan]):
+    """A function's plans by their calls, and `prepared` calls by keys that are cheap to make: a call is checked once, and a later one
+    with an equal key has the same plan. Beyond `MOST_PLANS`, or `MOST_PACKED_PLANS`, the oldest plan of the kind is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = 0  # plans so far, also those that are gone
+        self.prepared: dict[Hashable, Prepared] = {}
+
+    def add(self, spec: CallSpec, plan: Plan) -> None:
+        self.made += 1
+        alike = [other for other in self if other.shape.packed == spec.shape.packed]
+        if len(alike) >= (MOST_PACKED_PLANS if spec.shape.packed else MOST_PLANS):
+            del self[alike[0]]
+            self.prepared.clear()
+        self[spec] = plan
+
+    def prepare(self, key: Hashable, call: Prepared) -> None:
+        if len(self.prepared) >= MOST_PLANS:  # of equal masks, for instance
+            self.prepared.clear()
+        self.prepared[key] = call
 
 
-def plan_of(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """The plan of a call, from `plans` or new; `connect` gives a device's transport. batch: the batch size; a plan
-    serves any, but ranks agree on a new plan only if theirs are equal. Raises as `build` does."""
-    if settings.variant.decode:
-        return _decode_plan(spec, batch, settings, plans, connect)
-    found = plans.get(spec)
-    if found is None:
-        found = build(spec, batch, settings, plans.made, connect)
-        plans.add(spec, found)
-    if spec.packed:
-        plans.use_packed(spec)
-    return found
-
-
-def _decode_plan(spec: CallSpec, batch: int, settings: Settings, plans: Plans, connect: Connect) -> Plan:
-    """A decode keeps its plan while the keys grow and lengths change: the plan is resized, and ranks agree once."""
-    key = spec._replace(cu_seqlens=(), kv_tokens=0, kv_lengths=None)
-    found = plans.get(key)
-    if found is None:
-        found = build(spec, batch, settings, plans.made, connect)
-        plans.add(key, found)
-    _check_share(spec, settings)
+def plan_of(fn: ContextParallel, spec: CallSpec) -> Plan:
+    """The plan of a call, one of the function's or new. Raises as `_build` does."""
+    decode = fn.variant.decode
+    # a decode keeps its plan while the keys grow and lengths change: it is resized, and ranks agree once
+    key = replace(spec, cu_seqlens=(), kv_tokens=0, kv_lengths=None) if decode else spec
+    plan = fn.plans.get(key)
+    if plan is None:
+        plan = _build(fn, spec)
+        fn.plans.add(key, plan)
+    if not decode:
+        return plan
+    _check_share(fn, spec)
     lengths = spec.kv_lengths
-    if isinstance(lengths, Tensor) and "kv_lengths" not in found.kernel.features:
+    if isinstance(lengths, Tensor) and "kv_lengths" not in plan.kernel.features:
         lengths = check_range(on_host(lengths), spec.cu_seqlens[-1])
-    if found.problem.cu_seqlens != spec.cu_seqlens or not _same(found.lengths, lengths):
-        found = resized(found, spec.cu_seqlens, _like(spec, settings), lengths, spec.device)
-        plans[key] = found
-    return found
+    same = plan.lengths is lengths or (
+        isinstance(lengths, tuple) and isinstance(plan.lengths, tuple) and plan.lengths == lengths
+    )
+    if plan.problem.cu_seqlens != spec.cu_seqlens or not same:
+        plan = fn.plans[key] = resized(plan, spec.cu_seqlens, _like(fn, spec), lengths, spec.device)
+    return plan
 
 
-def _same(a: KeyLengths, b: KeyLengths) -> bool:
-    return a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a == b)
-
-
-def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Connect) -> Plan:
-    """A new plan: the schedule bound to this rank, its kernel and its transport. made: how many plans the function made
-    before. Raises ValueError, UnsupportedCall for what the kernel or replay=graphs can't do, and Disagreement where
-    ranks ask for different plans."""
-    variant, shape = settings.variant, spec.shape
-    _check_padded_lengths(spec, settings)
-    options = settings.options.padded(spec.padding)
-    problem = variant.problem(_divided(spec), settings.world, _whole_mask(spec, settings), options, spec.q_tokens)
-    _check_share(spec, settings)
-    _check_call(spec, settings)
-    place, head = divmod(settings.rank, problem.ulysses)
+def _build(fn: ContextParallel, spec: CallSpec) -> Plan:
+    """A new plan: the schedule bound to this rank, its kernel and its transport. Raises ValueError, UnsupportedCall for what the
+    kernel or replay=graphs can't do, and Disagreement where ranks ask for different plans."""
+    variant, shape, settings = fn.variant, spec.shape, fn.settings
+    mask = _whole_mask(fn, spec)
+    _check_padded_lengths(fn, spec, mask)
+    options = fn.options.padded(spec.padding)
+    problem = variant.problem(_divided(spec), fn.world, mask, options, shape.tokens)
+    _check_share(fn, spec)
+    fn.options.check(shape.heads, shape.kv_heads, fn.world)
+    if variant.decode and shape.backward:
+        raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
+    fn.options.check_call(shape.device, fn.world, spec.sinks)
+    nested_prefixes.check(fn.options, shape)
+    place, head = divmod(fn.rank, problem.ulysses)
     parts = problem.schedule.parts(problem, shape.heads, shape.kv_heads)
     problems = [(_part_spec(spec, c), c.problem, place % c.problem.world) for c in parts] or [(spec, problem, place)]
-    bound = [_bound(of, settings, mine, at) for of, mine, at in problems]
+    bound = [_bound(fn, *each) for each in problems]
     kernel, steps = bound[0]
-    if settings.calls.compare:  # before `connect`, which is collective
-        settings.calls.check(_asked(spec, batch, settings, made, kernel))
-    transport = connect(spec.device)
+    if fn.calls.store is not None:  # before the transport, which is collective
+        fn.calls.check(_asked(fn, spec, kernel))
+    transport = fn.transport(spec.device)
     # whether one rank's kernel can write into another's memory
-    writable = settings.world > 1 and spec.device.type == "cuda" and transport.pulls and shape.dtype != torch.float64
+    writable = fn.world > 1 and spec.device.type == "cuda" and transport.pulls and shape.dtype != torch.float64
     plan = Plan(
         variant=variant,
         problem=problem,
@@ -201,9 +129,9 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
         heads=shape.heads,
         kv_heads=shape.kv_heads,
         scale=spec.scale,
-        packed=spec.packed,
+        packed=shape.packed,
         deterministic=settings.deterministic,
-        want_lse=spec.want_lse,
+        want_lse=spec.return_lse,
         sinks=spec.sinks,
         kernel=kernel,
         transport=transport,
@@ -214,26 +142,26 @@ def build(spec: CallSpec, batch: int, settings: Settings, made: int, connect: Co
     return replace(plan, graphs=takes_graphs(settings.replay, plan, spec.device))
 
 
-def _bound(spec: CallSpec, settings: Settings, problem: Problem, place: int) -> tuple[Kernel, tuple[PlannedStep, ...]]:
+def _bound(fn: ContextParallel, spec: CallSpec, problem: Problem, place: int) -> tuple[Kernel, tuple[PlannedStep, ...]]:
     """The kernel and the steps of a problem. Raises UnsupportedCall for patterns that the kernel can't do, which differ by rank, so
     ranks agree afterwards."""
-    kernel = _kernel(spec, settings, problem)
-    steps = plan_steps(problem, place, _like(spec, settings), spec.packed, spec.device)
+    kernel = _kernel(fn, spec, problem)
+    steps = plan_steps(problem, place, _like(fn, spec), spec.shape.packed, spec.device)
     if isinstance(kernel, ForPatterns):
         for call in (call for step in steps for call in step.calls):
             kernel.check(call.call)
     return kernel, steps
 
 
-def _part_spec(spec: CallSpec, c: Subproblem) -> CallSpec:
-    tokens = c.fold * c.problem.cu_seqlens[-1] // c.problem.world
-    shape = replace(spec.shape, heads=c.heads, kv_heads=c.kv_heads, packed=False, tokens=tokens)
-    return spec._replace(shape=shape, packed=False)
+def _part_spec(spec: CallSpec, part: Subproblem) -> CallSpec:
+    tokens = part.fold * part.problem.cu_seqlens[-1] // part.problem.world
+    shape = replace(spec.shape, heads=part.heads, kv_heads=part.kv_heads, packed=False, tokens=tokens)
+    return replace(spec, shape=shape)
 
 
-def _like(spec: CallSpec, settings: Settings) -> Call:
+def _like(fn: ContextParallel, spec: CallSpec) -> Call:
     """The settings shared by all kernel calls of a plan."""
-    return Call(spec.scale, deterministic=settings.deterministic, softcap=spec.softcap)
+    return Call(spec.scale, deterministic=fn.settings.deterministic, softcap=spec.softcap)
 
 
 def _divided(spec: CallSpec) -> CuSeqlens:
@@ -241,38 +169,36 @@ def _divided(spec: CallSpec) -> CuSeqlens:
     return (0, spec.cu_seqlens[-1] + spec.padding) if spec.padding else spec.cu_seqlens
 
 
-def _whole_mask(spec: CallSpec, settings: Settings) -> Band | Mask:
+def _whole_mask(fn: ContextParallel, spec: CallSpec) -> Band | Mask:
     """The mask of the call. Padding comes last, so a causal band over one sequence can stay; else the mask becomes `Padded`."""
-    variant = settings.variant
-    given = settings.options.mask if spec.mask is None else spec.mask
-    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, given)
+    other = fn.options.mask if spec.mask is None else spec.mask
+    mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, other)
     if not spec.padding:
         return mask
     if isinstance(mask, Band):
-        stays = len(spec.cu_seqlens) == 2 and mask.right == 0 and not variant.mixes
-        if stays and isinstance(variant.form(mask, spec.cu_seqlens), Band):
+        stays = len(spec.cu_seqlens) == 2 and mask.right == 0 and not fn.variant.mixes
+        if stays and isinstance(fn.variant.form(mask, spec.cu_seqlens), Band):
             return mask
         mask = of_sequences(mask, spec.cu_seqlens)
     return Padded(mask, spec.padding)
 
 
-def _check_share(spec: CallSpec, settings: Settings) -> None:
+def _check_share(fn: ContextParallel, spec: CallSpec) -> None:
     """Raises ValueError unless k has this rank's share of the tokens."""
-    rank, world = settings.rank, settings.world
-    layout, lengths = padded_layout(settings, spec.padding), _divided(spec)
-    share = sizes_of(layout, lengths, world)[rank]
+    lengths = _divided(spec)
+    share = sizes_of(fn.padded_layout(spec.padding), lengths, fn.world)[fn.rank]
     if spec.kv_tokens != share:
-        raise ValueError(f"k has {spec.kv_tokens} tokens: rank {rank} of {world} holds {share} of {lengths[-1]}")
+        raise ValueError(f"k has {spec.kv_tokens} tokens: rank {fn.rank} of {fn.world} holds {share} of {lengths[-1]}")
 
 
-def _check_padded_lengths(spec: CallSpec, settings: Settings) -> None:
+def _check_padded_lengths(fn: ContextParallel, spec: CallSpec, mask: Band | Mask) -> None:
     """Raises ValueError for padding of a packed batch whose sequences the layout would have to cut, each by itself."""
-    variant, mask = settings.variant, _whole_mask(spec, settings)
+    variant = fn.variant
     any_padding = variant.any_mask or variant.mixes
     if not spec.padding or any_padding or len(spec.cu_seqlens) == 2 or isinstance(mask, Band):
         return
     try:
-        settings.layout.check(spec.cu_seqlens, settings.world)
+        fn.layout.check(spec.cu_seqlens, fn.world)
     except ValueError as error:
         raise ValueError(
             f"cu_seqlens with padding={spec.padding}: {variant.name} pads single sequences, not packed batches, and without "
@@ -280,79 +206,42 @@ def _check_padded_lengths(spec: CallSpec, settings: Settings) -> None:
         ) from None
 
 
-def padded_layout(settings: Settings, padding: int) -> Layout:
-    """How tokens come in and go back where the last `padding` of them are padding."""
-    variant, options = settings.variant, settings.options
-    return variant.border(settings.world, options.padded(padding)) if padding else settings.layout
-
-
-def _check_call(spec: CallSpec, settings: Settings) -> None:
-    """Raises ValueError for options that do not fit this call, UnsupportedCall for what this device lacks."""
-    variant, options, shape = settings.variant, settings.options, spec.shape
-    options.check(shape.heads, shape.kv_heads, settings.world)
-    if variant.decode and shape.backward:
-        raise ValueError(f"requires_grad=True: {variant.name} has no backward; call it under no_grad")
-    options.check_call(shape.device, settings.world, spec.sinks)
-    nested_prefixes.check(options, shape)
-
-
-def _kernel(spec: CallSpec, settings: Settings, problem: Problem) -> Kernel:
+def _kernel(fn: ContextParallel, spec: CallSpec, problem: Problem) -> Kernel:
     """The local kernel. Raises UnsupportedCall if it can't do this call."""
-    variant, wanted = settings.variant, settings.kernel_name
+    wanted = fn.settings.kernel
     if problem.is_cut:
-        tokens = problem.cu_seqlens[-1]
-        rows = problem.mask.rectangles(tokens)
+        total = problem.cu_seqlens[-1]
+        rows = problem.mask.rectangles(total)
         kernel = kernels.select_for_patterns(wanted, spec.shape, masks(problem), most_at_once(rows) <= 1)
         if kernel.refuses(spec.shape, FULL):  # it has no packed calls: all ranks see here whether it can do the mask
-            kernel.check(_like(spec, settings).under(Pattern(tokens, tokens, rows)))
+            kernel.check(_like(fn, spec).under(Pattern(total, total, rows)))
         return kernel
-    return kernels.select(wanted, spec.shape, masks(problem), variant.decode)
+    return kernels.select(wanted, spec.shape, masks(problem), fn.variant.decode)
 
 
-def _asked(spec: CallSpec, batch: int, settings: Settings, made: int, kernel: Kernel) -> Asked:
-    """What must be equal on all ranks, by field."""
-    variant, shape, total = settings.variant, spec.shape, spec.cu_seqlens[-1]
-    asked = {
-        "variant": variant.name,
-        "plan of this function": made + 1,
-        "options": settings.options.plain(),
-        "kernel": f"{kernel.name} (of {settings.kernel_name})",
-        "transport": transports.resolve(settings.transport_name, spec.device),
-        "deterministic": settings.deterministic,
-        "replay": settings.replay,
-        "device": shape.device,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "batch": batch,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "v_head_dim": shape.v_head_dim,
-        "tokens of all ranks": total,
-        "queries": spec.q_tokens if variant.decode else "all",
-        "cu_seqlens": _lengths(spec.cu_seqlens) if spec.packed else "none",
-        "causal": spec.causal,
-        "window": spec.window,
-        "mask": _mask(spec.mask),
-        "mask of make": _mask(settings.options.mask),
-        "padding": spec.padding,
-        "scale": spec.scale,
-        "softcap": spec.softcap,
-        "sinks": spec.sinks,
-        "kv_lengths": "none" if spec.lengths_on is None else f"on {spec.lengths_on}",
-        "return_lse": spec.want_lse,
-        "gradient": shape.backward,
+def _asked(fn: ContextParallel, spec: CallSpec, kernel: Kernel) -> Asked:
+    """What must be equal on all ranks, by field: the settings and the call's arguments."""
+    settings = fn.settings
+    asked = {**vars(settings), **vars(spec.shape), **vars(spec)} | {
+        "kernel": f"{kernel.name} (of {settings.kernel})",
+        "transport": transports.resolve(settings.transport, spec.device),
+        "device": spec.shape.device,
+        "tokens of all ranks": spec.cu_seqlens[-1],
+        "mask of make": settings.options.mask,
+        "plan of this function": fn.plans.made + 1,
     }
-    return {field: str(value) for field, value in asked.items()}
+    return {NAMES.get(name, name): _text(value) for name, value in asked.items() if name not in UNCOMPARED}
 
 
-def _lengths(cu_seqlens: CuSeqlens) -> str:
-    if len(cu_seqlens) <= MOST_LENGTHS:
-        return str(list(cu_seqlens))
-    return f"{len(cu_seqlens) - 1} sequences (hash {_hash(cu_seqlens)})"
-
-
-def _mask(mask: Mask | None) -> str:
-    return "none" if mask is None else f"{mask.describe()} (hash {_hash(mask)})"
+def _text(value: object) -> str:
+    """Equal on all ranks for equal values."""
+    if isinstance(value, Mask):
+        return f"{value.describe()} (hash {_hash(value)})"
+    if isinstance(value, Options):
+        return str(value.plain())
+    if isinstance(value, tuple) and len(value) > MOST_LENGTHS:
+        return f"{len(value) - 1} sequences (hash {_hash(value)})"
+    return value.name if isinstance(value, Variant) else str(value).removeprefix("torch.")
 
 
 def _hash(value: object) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.executors import Executor, executor
 from attention.executors.policy import local_kv_apart
 from attention.geometry import decodes
 from attention.geometry.layouts import CuSeqlens, Shard, sizes_of
@@ -88,6 +89,10 @@ class Plan:
     parts: tuple[tuple[Any, Plan], ...] = ()
     lengths: KeyLengths = None
     graphs: bool = False  # calls are replayed from CUDA graphs
+
+    @cached_property
+    def executor(self) -> Executor:
+        return executor(self.variant.executor)
 
     def rank_at(self, place: int) -> int:
         """The rank that this rank reaches at a place of the schedule."""

@@ -40,6 +40,9 @@ class Variant(Generic[Chosen]):
     decode: bool = False  # few replicated queries against sharded keys; forward only
     mixes: bool = False  # computes a mixture of strided attentions instead of attention under the call's mask
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _registered, (self.name,)
+
     # These may depend on the options; a variant for which one does overrides it.
 
     def outer(self, options: Chosen) -> Layout:
@@ -188,6 +191,10 @@ def register(variant: Variant[Any]) -> Variant[Any]:
     assert variant.name not in REGISTERED, f"two variants are called {variant.name}"
     REGISTERED[variant.name] = variant
     return variant
+
+
+def _registered(name: str) -> Variant[Any]:
+    return REGISTERED[name]
 
 
 def words(variants: Iterable[Variant[Any]], last: str = "and") -> str:

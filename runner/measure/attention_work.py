@@ -18,6 +18,7 @@ from torch import Tensor
 
 import attention
 from attention.api import ContextParallel
+from attention.call import Settings
 from attention.executors.plan import Plan
 from attention.geometry import counts, cuts
 from attention.geometry.layouts import CuSeqlens
@@ -130,8 +131,10 @@ def alone(experiment: Experiment) -> ContextParallel:
     """The same global call on one device, within a world of several."""
     chosen = variant(experiment.variant)
     options = chosen.parse(experiment.options)
-    made = chosen, None, experiment.kernel, "auto", experiment.deterministic, options
-    fn = ContextParallel(*made, agreement=False)  # the other ranks do not make these calls
+    # the other ranks do not make these calls: no agreement
+    fn = ContextParallel(
+        Settings(chosen, options, experiment.kernel, "auto", experiment.deterministic, "none", 0.0, False)
+    )
     fn.world, fn.rank = 1, 0
     return fn
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import attention
 from attention import transports
-from attention.auto import Choice, TrialCall, fastest
+from attention.auto import AutoRequest, Choice, fastest
 from attention.errors import UnsupportedCall
 from attention.geometry import counts
 from attention.masks.band import FULL, Band
@@ -70,10 +70,7 @@ def together(me: Rank, make: Callable[[], T]) -> T:
 def _choice(me: Rank, spec: Experiment) -> Choice:
     """The choice of `auto` for the experiment. Raises UnsupportedHere if no candidate runs here."""
     work, cudagraph = spec.workload, spec.timing.method == "cudagraph"
-    sizes = ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "causal", "window", "softcap")
-    options = {name: getattr(work, name) for name in sizes}
-    options |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
-    options |= {"dtype": DTYPES[work.dtype], "backward": spec.backward, "q_tokens": work.q_len, "device": me.device}
+    options = _sizes(me, spec) | {"causal": work.causal, "window": work.window}
     rank_flops = counts.forward_flops(work.shapes, work.pairs) / spec.world_size
     me.say("trials", _rough_s(me, spec, rank_flops) * len(SHORTLIST) * (LEADING + TRIAL_RUNS))
 
@@ -92,6 +89,16 @@ def _choice(me: Rank, spec: Experiment) -> Choice:
     return choice
 
 
+def _sizes(me: Rank, spec: Experiment) -> dict[str, Any]:
+    """Of the experiment's calls, as `AutoRequest` names them, without the mask."""
+    work = spec.workload
+    sizes = {name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "softcap")}
+    sizes |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
+    return sizes | {
+        "dtype": DTYPES[work.dtype], "backward": spec.backward, "q_tokens": work.q_len, "device": me.device,
+    }  # fmt: skip
+
+
 def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dict[str, str]]:
     """The experiment with the fastest of the possible settings, each one's milliseconds, and why others were left out. Raises
     UnsupportedHere if none runs."""
@@ -108,10 +115,8 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dic
     }
     functions = together(me, lambda: {label: build(each) for label, each in specs.items()})
     band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)
-    trial = TrialCall(
-        call.cu_seqlens, call.shapes, DTYPES[call.dtype], me.device, bool(call.seqlens), spec.backward, call.q_len,
-        {"window": (band.left, band.right), "mask": other, "softcap": call.softcap},  # a causal mask is also a window
-    )  # fmt: skip
+    # a causal mask is also a window
+    trial = AutoRequest(**_sizes(me, spec), window=(band.left, band.right), mask=other)
     ms, failed = me.agree(fastest(functions, trial))
     left_out = impossible | failed
     if not ms:

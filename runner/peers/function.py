@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from attention import kernels
 from attention.api import ContextParallel
-from attention.call import positive, signed
+from attention.call import CallSpec, Settings, call_spec, positive, signed
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.geometry.schedules import masks
@@ -20,7 +21,6 @@ from attention.kernels import KERNELS, Kernel, Shape, name_of
 from attention.kernels.fit import fit
 from attention.masks.band import Band
 from attention.masks.sequences import mask_of
-from attention.plan import CallSpec, call_spec
 from attention.transports import Transport
 from runner.peers.packages import PEERS, Package
 
@@ -36,7 +36,8 @@ def make(
 ) -> Peer:
     """The peer of this name as a function over `group`, as `attention.make` makes ours. Raises ValueError for a bad option."""
     package = PEERS[name]
-    return Peer(package, group, kernel, transport, deterministic, package.parse(options), replay, agreement=False)
+    parsed = package.parse(options)
+    return Peer(Settings(package, parsed, kernel, transport, deterministic, replay, 0.0, False), group)
 
 
 class Peer(ContextParallel):
@@ -52,7 +53,7 @@ class Peer(ContextParallel):
         """As `ContextParallel.plan`, without the steps of an exchange. Raises UnsupportedCall where the package cannot do the call on
         this machine."""
         spec = call_spec(self, q, k, v, **given)
-        if self.package.one_sequence and not spec.packed and len(q) > 1:
+        if self.package.one_sequence and not spec.shape.packed and len(q) > 1:
             raise UnsupportedCall(
                 f"batch={len(q)}: {self.package.name} takes a packed batch or a batch of 1; use batch=1 or seqlens"
             )
@@ -80,12 +81,12 @@ class Peer(ContextParallel):
             heads=shape.heads,
             kv_heads=shape.kv_heads,
             scale=spec.scale,
-            packed=spec.packed,
-            deterministic=self.deterministic,
+            packed=shape.packed,
+            deterministic=self.settings.deterministic,
             want_lse=False,
             sinks=False,
-            kernel=_kernel(package, self.kernel_name, shape, masks(problem)),
-            transport=self._transport(spec.device),
+            kernel=_kernel(package, self.settings.kernel, shape, masks(problem)),
+            transport=self.transport(spec.device),
             options=self.options,
             steps=(),
         )
@@ -98,13 +99,14 @@ class Peer(ContextParallel):
             raise UnsupportedCall(
                 f"{name}: works over a process group; call torch.distributed.init_process_group first"
             )
-        if self.transport_name not in ("auto", "gloo", "nccl"):
+        transport = self.settings.transport
+        if transport not in ("auto", "gloo", "nccl"):
             raise UnsupportedCall(
-                f"transport={self.transport_name}: {name} sends by torch.distributed itself; use transport=auto"
+                f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto"
             )
         if package.half and shape.dtype not in (torch.bfloat16, torch.float16):
             raise UnsupportedCall(f"dtype={name_of(shape.dtype)}: {name} is for bf16 and fp16 only; use dtype=bf16")
-        if spec.want_lse:
+        if spec.return_lse:
             raise UnsupportedCall(f"return_lse=True: {name} gives no LSE here; use return_lse=False")
         if spec.sinks or shape.softcap:
             asked = "sinks" if spec.sinks else "softcap"
@@ -115,7 +117,7 @@ class Peer(ContextParallel):
             )
         if spec.padding:
             raise UnsupportedCall(f"padding={spec.padding}: {name} has none here; our own variants take padding")
-        if self.replay == "graphs":
+        if self.settings.replay == "graphs":
             raise UnsupportedCall(f"replay=graphs: {name} brings its own exchange")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
@@ -125,10 +127,10 @@ class Peer(ContextParallel):
         out: Tensor = importlib.import_module(f"runner.peers.{self.package.adapter}").attend(q, k, v, plan, self.group)
         return out
 
-    def _transport(self, device: torch.device) -> Transport:
+    def transport(self, device: torch.device) -> Transport:
         """Of `unshard` alone: the package communicates by itself."""
-        self.transport_name = "nccl" if device.type == "cuda" else "gloo"
-        return super()._transport(device)
+        self.settings = replace(self.settings, transport="nccl" if device.type == "cuda" else "gloo")
+        return super().transport(device)
 
 
 def _kernel(package: Package[Any], wanted: str, shape: Shape, masks: tuple[Band, ...]) -> Kernel:

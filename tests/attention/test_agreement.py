@@ -28,7 +28,7 @@ FIELDS = {
     "head_dim": ({}, {"x": {"head_dim": 32}}, "head_dim: 16 on {others}, 32 on {odd}"),
     "tokens": ({}, {"x": {"tokens": 8}}, "tokens of all ranks: "),
     "queries": (DECODE, {"x": {"queries": 2}}, "queries: 1 on {others}, 2 on {odd}"),
-    "cu_seqlens": (PACKED, {"call": {"cu_seqlens": [0, 11, 32]}}, "cu_seqlens: [0, 10, 32] on {others}, [0, 11, 32] on {odd}"),
+    "cu_seqlens": (PACKED, {"call": {"cu_seqlens": [0, 11, 32]}}, "cu_seqlens: (0, 10, 32) on {others}, (0, 11, 32) on {odd}"),
     "causal": ({}, {"call": {"causal": True}}, "causal: False on {others}, True on {odd}"),
     "window": ({}, {"call": {"window": (5, 0)}}, "window: (-1, -1) on {others}, (5, 0) on {odd}"),
     "mask": ({"call": {"mask": [7, 0]}}, {"call": {"mask": [9, 0]}}, "mask: window (7, 0) (hash "),
@@ -196,4 +196,4 @@ def test_an_agreement_that_is_no_time_is_refused(wrong):
 @pytest.mark.parametrize(("given", "waits_s"), [(True, TIMEOUT_S), (False, 0.0), (5, 5.0)])
 def test_the_option_survives_copies(given, waits_s):
     fn = attention.make("ring", agreement=given)
-    assert fn.agreement_s == pickle.loads(pickle.dumps(fn)).agreement_s == waits_s
+    assert pickle.loads(pickle.dumps(fn)).settings.agreement_s == fn.settings.agreement_s == waits_s

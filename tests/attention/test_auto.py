@@ -24,21 +24,6 @@ def test_make_says_what_is_missing():
     assert "auto" in attention.names()
 
 
-@pytest.mark.parametrize(
-    "option, way_out",
-    [
-        ({"trials": 3}, "all candidates are timed; leave it out"),
-        ({"memory_gb": 8}, "runs out of memory is passed over: .*; leave it out"),
-        ({"ceilings": 1}, "estimates nothing; leave it out"),
-        ({"graphed": True}, 'give replay="graphs"'),
-    ],
-    ids=str,
-)
-def test_options_that_only_the_model_of_time_had_are_refused(option, way_out):
-    with pytest.raises(ValueError, match=f"{next(iter(option))}=.*: .*{way_out}"):
-        attention.make("auto", **SIZES, **option)
-
-
 @pytest.mark.parametrize("name, more", [("zigzag", {}), ("auto", SIZES)])
 def test_replay_is_one_of_three_and_launches_and_graphs_are_no_more(name, more):
     with pytest.raises(ValueError, match="replay='perhaps': must be one of none, graphs, auto"):
@@ -59,7 +44,7 @@ def test_a_single_candidate_is_taken_untimed():
 
 def test_graphs_are_tried_beside_eager_calls_where_either_may_be_faster():
     fn = attention.make("auto", replay="auto", dtype=torch.float32, device="cpu", **SIZES)  # a CPU has no graphs
-    assert fn.replay == "none" and list(fn.choice.tried_ms) == ["dense"]
+    assert fn.settings.replay == "none" and list(fn.choice.tried_ms) == ["dense"]
     assert fn.choice.left_out["dense, graphs"].startswith("replay=graphs: ")
     assert repr(fn.choice).startswith("dense: tried: dense ")
     with pytest.raises(attention.UnsupportedCall, match="no candidate runs: dense: kernel=flash4"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attention
-from attention.plans import MOST_PACKED_PLANS
+from attention.plan import MOST_PACKED_PLANS
 
 
 def test_plans_of_the_packed_batches_used_last_are_kept():

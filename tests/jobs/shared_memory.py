@@ -87,7 +87,7 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
     errors = []
     if before is not None:
         other = attention.make(before, transport=transport)
-        rings = other._transport(me.device).pool.rings.values()
+        rings = other.transport(me.device).pool.rings.values()
         assert any(ring.filling for ring in rings)
         errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), exact))
         assert not any(ring.filling for ring in rings)
@@ -133,7 +133,7 @@ def local_kv_apart(
 
     differences, entered = [], 0
     option, one, two = ("head_parts", 1, 2) if fn.variant.executor == "ring" else ("heads_k_stride", None, 2)
-    priority = fn._transport(me.device).priority_stream
+    priority = fn.transport(me.device).priority_stream
     original, threshold = local.backward, policy.APART
     ways: list[tuple[int, dict[str, Any], bool | None]] = [(0, {option: one}, None)]
     ways += [(apart, how, late) for apart, how in ((threshold, {}), (0, {option: two})) for late in (None, True, False)]
