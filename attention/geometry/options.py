@@ -20,14 +20,15 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def option(default: Any, choices: Choices | None = None) -> Any:
-    """A field whose values `best` tries are `choices(kv_heads, world)`; without choices `best` is refused."""
-    return field(default=default, metadata={"choices": choices})
+def option(default: Any, choices: Choices | None = None, values: tuple[Any, ...] = ()) -> Any:
+    """A field that takes one of `values`, if there are some, or its default. The values that "best" tries are
+    `choices(kv_heads, world)`; without choices "best" is refused."""
+    return field(default=default, metadata={"choices": choices, "values": values})
 
 
 def one_of(values: tuple[Any, ...], default: Any) -> Any:
-    """A field that takes one of `values`, or its default."""
-    return field(default=default, metadata={"choices": lambda kv_heads, world: values, "values": values})
+    """An option that takes one of `values`, all of which "best" tries, or its default."""
+    return option(default, lambda kv_heads, world: values, values)
 
 
 @dataclass(frozen=True)

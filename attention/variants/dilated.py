@@ -14,12 +14,12 @@ Source: LongNet: Scaling Transformers to 1,000,000,000 Tokens (Ding et al., 2023
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import lcm
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -31,7 +31,6 @@ from attention.masks.checks import whole_numbers
 from attention.masks.documents import Documents
 from attention.masks.mask import Banded, Mask
 from attention.masks.padded import Padded
-from attention.masks.sequences import one_band
 from attention.variants.base import Variant, register
 from attention.variants.llama3 import PACKED
 
@@ -39,8 +38,6 @@ LONG = 32768  # tokens from which the default pairs are LongNet's for long seque
 SHORT_PAIRS = ((1024, 1), (2048, 2), (4096, 4))
 LONG_PAIRS = ((2048, 1), (4096, 2), (8192, 4))  # and all tokens at rate 8
 LONGEST_RATE = 8
-Pairs = TypeVar("Pairs", bound="PairOptions")
-Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
@@ -80,8 +77,8 @@ class DilatedOptions(PairOptions):
     """`pattern_cache`: the plans of the components are kept from call to call. `memory_pool`: so are buffers that a call writes and
     no result needs."""
 
-    mixing: str = field(default="head_groups", metadata={"values": ("head_groups", "longnet")})
-    weights: str = field(default="joint", metadata={"values": ("joint", "detached")})
+    mixing: str = option("head_groups", values=("head_groups", "longnet"))
+    weights: str = option("joint", values=("joint", "detached"))
     pattern_cache: bool = one_of((False, True), True)
     memory_pool: bool = one_of((False, True), False)
 
@@ -128,8 +125,8 @@ class Component(Subproblem):
 
     rate: int
     offset: int
-    taken: tuple[Slices, Slices, Slices]
-    earlier: tuple[int, int, int]
+    taken: tuple[tuple[slice, ...], ...]
+    earlier: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -141,49 +138,48 @@ class Mixture(LocalSchedule):
     sequences: CuSeqlens
     pairs: tuple[tuple[int, int], ...]
 
+    @lru_cache(maxsize=32)  # noqa: B019  # a few
     def parts(self, problem: Problem, heads: int, kv_heads: int) -> tuple[Subproblem, ...]:
-        return _components(problem, self, heads, kv_heads)
+        return tuple(self._components(problem, heads, kv_heads))
 
-    def note(self, problem: Problem) -> str | None:
-        """The pairs where they are not those of the options."""
-        segments, rates = zip(*self.pairs, strict=True)
-        if segments == self.options.segments:
-            return None
-        return f"segments={[*segments]} with rates={[*rates]}: the default pairs, or as long as the longest sequence"
-
-
-@lru_cache(maxsize=32)
-def _components(problem: Problem, mixture: Mixture, heads: int, kv_heads: int) -> tuple[Component, ...]:
-    components: list[Component] = []
-    longnet = mixture.options.mixing == "longnet"
-    groups = np.array_split(range(heads), len(mixture.pairs))
-    keys_before: list[int] = []  # the KV heads of earlier groups
-    for pair, (segment, rate) in enumerate(mixture.pairs):
-        for offset in range(min(rate, heads)) if longnet else [pair % rate]:
-            q_heads = range(offset, heads, rate) if longnet else groups[pair].tolist()
-            starts = ((start, b) for a, b in pairwise(mixture.sequences) for start in range(a, b, segment))
-            selected = (len(range(start + offset, min(start + segment, b), rate)) for start, b in starts)
-            lengths = tuple(n for n in selected if n)
-            if q_heads and lengths:  # else all of its tokens are padding
-                key_heads = _keys_of(q_heads, heads // kv_heads)
+    def _components(self, problem: Problem, heads: int, kv_heads: int) -> Iterator[Component]:
+        longnet = self.options.mixing == "longnet"
+        groups = np.array_split(range(heads), len(self.pairs))
+        keys_before: list[int] = []  # the KV heads of earlier groups
+        for pair, (segment, rate) in enumerate(self.pairs):
+            for offset in range(min(rate, heads)) if longnet else [pair % rate]:
+                q_heads = range(offset, heads, rate) if longnet else groups[pair].tolist()
+                most = -(-segment // rate)  # tokens of a segment
+                selected = [len(range(a + offset, b, rate)) for a, b in pairwise(self.sequences)]
+                lengths = tuple(min(most, n - i) for n in selected for i in range(0, n, most))
+                if not q_heads or not lengths:  # all of its tokens are padding
+                    continue
+                # once each if every KV head serves as many of the heads, else one for each query head
+                key_heads = [head * kv_heads // heads for head in q_heads]
+                once = sorted(set(key_heads))
+                if sorted(once * (len(q_heads) // len(once))) == key_heads:
+                    key_heads = once
                 q, kv = _slices(q_heads), _slices(key_heads)
-                kv_earlier = max(pair if longnet else keys_before.count(key_heads[0]), int(len(kv) > 1))
-                within = _within(problem, lengths, len(range(offset, problem.cu_seqlens[-1], rate)))
-                earlier = pair if longnet else 0, kv_earlier, kv_earlier
-                components.append(Component(len(q_heads), len(key_heads), *within, rate, offset, (q, kv, kv), earlier))
+                kv_earlier = max(pair if longnet else keys_before.count(key_heads[0]), len(kv) > 1)
                 keys_before += set(key_heads)
-    return tuple(components)
+
+                form, tokens = problem.form, len(range(offset, problem.cu_seqlens[-1], rate))
+                ranks = 1 if problem.layout.replicated else problem.world
+                fold = copies = 1
+                if len(set(lengths)) == 1 and sum(lengths) == tokens and len(lengths) % ranks == 0:
+                    # no key travels, and equal segments are a batch
+                    tokens, fold, copies, ranks = lengths[0], len(lengths) // ranks, ranks, 1
+                elif lengths != (tokens,):
+                    form = Padded(Documents(lengths, Banded.of(problem.band)), tokens - sum(lengths))
+                within = Problem((0, tokens), ranks, form, CONTIGUOUS, CONTIGUOUS, GATHER if ranks > 1 else LOCAL)
+                earlier = pair if longnet else 0, kv_earlier, kv_earlier
+                yield Component(len(q_heads), len(key_heads), within, fold, copies, rate, offset, (q, kv, kv), earlier)
+
+    def note(self, problem: Problem) -> str:
+        return f"pairs of segment and rate: {self.pairs}"
 
 
-def _keys_of(heads: Sequence[int], group: int) -> list[int]:
-    """The KV heads of these query heads, where each KV head of the whole serves `group` of them: once each if every one
-    serves as many of these heads, else one for each query head."""
-    repeated = [head // group for head in heads]
-    once = sorted(set(repeated))
-    return once if sorted(once * (len(heads) // len(once))) == repeated else repeated
-
-
-def _slices(numbers: Sequence[int]) -> Slices:
+def _slices(numbers: Sequence[int]) -> tuple[slice, ...]:
     """One slice of these numbers where a stride gives them, else one for each."""
     strides = {b - a for a, b in pairwise(numbers)} or {1}
     if len(strides) == 1 and 0 not in strides:
@@ -191,22 +187,8 @@ def _slices(numbers: Sequence[int]) -> Slices:
     return tuple(slice(n, n + 1) for n in numbers)
 
 
-def _within(whole: Problem, lengths: tuple[int, ...], tokens: int) -> tuple[Problem, int, int]:
-    """The problem over a component's tokens, of which the segments have these lengths, with `fold` and `copies` of `Subproblem`: local
-    where no key travels, and of equal segments over one of them."""
-    ranks = 1 if whole.layout.replicated else whole.world
-    form: Band | Mask = whole.band
-    fold = copies = 1
-    if len(set(lengths)) == 1 and sum(lengths) == tokens and len(lengths) % ranks == 0:
-        tokens, fold, copies, ranks = lengths[0], len(lengths) // ranks, ranks, 1
-    elif lengths != (tokens,):
-        form = Padded(Documents(lengths, Banded.of(whole.band)), tokens - sum(lengths))
-    layout, schedule = (CONTIGUOUS, GATHER) if ranks > 1 else (REPLICATED, LOCAL)
-    return Problem((0, tokens), ranks, form, layout, layout, schedule), fold, copies
-
-
-class Dilated(Variant[Pairs]):
-    def border(self, world: int, options: Pairs) -> Layout:
+class Dilated(Variant[Any]):
+    def border(self, world: int, options: Any) -> Layout:
         """Each of several shards begins at a multiple of every rate."""
         if self.layout.replicated or world == 1:
             return self.layout
@@ -217,7 +199,7 @@ class Dilated(Variant[Pairs]):
         cu_seqlens: CuSeqlens,
         world: int,
         mask: Band | Mask,
-        options: Pairs | Mapping[str, Any] | None = None,
+        options: Any = None,
         q_tokens: int | None = None,
     ) -> Problem:
         chosen, sequences = self.parse(options), cu_seqlens
@@ -231,55 +213,53 @@ class Dilated(Variant[Pairs]):
                 raise ValueError(
                     f"cu_seqlens: a sequence begins at {start}, between selected tokens; pad sequences to multiples of {unit}"
                 )
-        longest = max(1, *(b - a for a, b in pairwise(sequences)))
+        longest = max(b - a for a, b in pairwise(sequences))
         mixture = Mixture(chosen, sequences, tuple((min(segment, longest), rate) for segment, rate in pairs))
-        within = mask if isinstance(mask, Band) else one_band(mask, sequences)
-        return replace(super().problem(cu_seqlens, world, within, chosen), schedule=mixture)
+        whole = super().problem(cu_seqlens, world, self.form(mask, sequences), chosen)
+        return replace(whole, schedule=mixture)
 
 
 SOURCE = "LongNet (Ding et al., 2023); head groups as in dilated-attention-pytorch (Odom, 2023)"
 
-DILATED = register(
+IMPROVED = register(
     Dilated(
-        name="dilated",
-        summary="LongNet's dilated attention on one rank: a call for each pair and offset, on copies",
+        name="dilated_improved",
+        summary="dilated on strided views: equal segments as one batch, results merged in place",
         source=SOURCE,
-        use="the plain form, to compare dilated_improved with",
+        use="dilated attention where one GPU holds the sequence",
         executor="dilated",
         layout=REPLICATED,
         schedule=LOCAL,
-        options=CopiedOptions,
+        options=DilatedOptions,
         windows=False,
         mixes=True,
     )
 )
 register(
     replace(
-        DILATED,
-        name="dilated_improved",
-        summary="dilated on strided views: equal segments as one batch, results merged in place",
-        use="dilated attention where one GPU holds the sequence",
-        options=DilatedOptions,
+        IMPROVED,
+        name="dilated",
+        summary="LongNet's dilated attention on one rank: a call for each pair and offset, on copies",
+        use="the plain form, to compare dilated_improved with",
+        options=CopiedOptions,
     )
 )
 register(
     replace(
-        DILATED,
+        IMPROVED,
         name="dilated_multihead",
         summary="dilated_improved within multi-head attention: a benchmark of it has the projections and LayerNorm, too",
         source="LongNet (Ding et al., 2023); the module as in dilated-attention-pytorch (Odom, 2023)",
         use="the time of a whole layer's dilated attention",
-        options=DilatedOptions,
     )
 )
 register(
     replace(
-        DILATED,
+        IMPROVED,
         name="ring_dilated",
         summary="dilated attention on contiguous shards: only the selected keys of segments that ranks share travel",
         source="LongNet (Ding et al., 2023), section 3.1: distributed training",
         use="dilated attention over sequences that one GPU does not hold",
         layout=PACKED,
-        options=DilatedOptions,
     )
 )

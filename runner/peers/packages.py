@@ -95,7 +95,7 @@ class YunchangOptions(Options):
         return ulysses_group(self.ulysses_size, world)
 
 
-class _Dilated(Dilated[PairOptions], Package[PairOptions]):
+class _Dilated(Dilated, Package[PairOptions]):
     def missing(self, device: str) -> str | None:
         reason = super().missing(device)
         if reason is None and importlib.util.find_spec("einops") is None:

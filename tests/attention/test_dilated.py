@@ -176,11 +176,9 @@ def test_what_was_made_of_segments_is_noted():
         problem = MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, given)
         return problem.schedule.note(problem)
 
-    pairs = {"segments": [8, 32], "rates": [1, 2]}
-    assert note(64, **pairs) is None
-    made = ": the default pairs, or as long as the longest sequence"
-    assert note(20, **pairs) == f"segments=[8, 20] with rates=[1, 2]{made}"
-    assert note(65536) == f"segments=[2048, 4096, 8192, 65536] with rates=[1, 2, 4, 8]{made}"
+    assert note(20, segments=[8, 32], rates=[1, 2]) == "pairs of segment and rate: ((8, 1), (20, 2))"
+    assert note(4096) == "pairs of segment and rate: ((1024, 1), (2048, 2), (4096, 4))"
+    assert note(65536) == "pairs of segment and rate: ((2048, 1), (4096, 2), (8192, 4), (65536, 8))"
 
 
 @pytest.mark.parametrize("name", NAMES)
