@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 # 64 bits hold every address and size; for a 32-bit argument the calling conventions of x86-64 and Arm take the low half
 WORD = ctypes.c_uint64
 
 
+@cache
 def function(name: str, arguments: int) -> Callable[..., None]:
     """The driver's function of that name, which takes so many integers or addresses. A call raises RuntimeError for a CUDA
     error. Raises RuntimeError if the driver lacks the function."""
@@ -29,6 +30,6 @@ def _check(error: int, called: Any, arguments: tuple[int, ...]) -> None:
         raise RuntimeError(f"{called.__name__} failed with CUDA error {error}")
 
 
-@lru_cache(maxsize=1)
+@cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")

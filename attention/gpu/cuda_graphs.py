@@ -4,7 +4,6 @@ there and results from there takes the GPU some tens of µs."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from weakref import WeakSet
@@ -36,7 +35,8 @@ class GraphReplay:
 
     def __init__(self, copy_all: Copies, or_eager: bool = False) -> None:
         self.copy_all, self.or_eager = copy_all, or_eager
-        self.graphs: OrderedDict[Hashable, _Graph | str | None] = OrderedDict()  # a text: why there is no graph
+        # the last used is the last; None: run once; a text: why there is no graph
+        self.graphs: dict[Hashable, _Graph | str | None] = {}
         self.places: dict[torch.device, _Place] = {}
         _every.add(self)
 
@@ -49,24 +49,24 @@ class GraphReplay:
         if profiling.active() or capturing(device):
             return run(*inputs)
         form = (key, device, *(x.shape for x in inputs))
-        graph = self.graphs.get(form)
-        if graph is not None:
-            self.graphs.move_to_end(form)
+        known = form in self.graphs
+        if known:
+            graph = self.graphs[form] = self.graphs.pop(form)
             if isinstance(graph, str):
                 return run(*inputs)
-            begin()
-            return graph.replay(inputs, self.copy_all)
+            if graph is not None:
+                begin()
+                return graph.replay(inputs, self.copy_all)
         inputs = [x.contiguous() for x in inputs]  # as a graph's own are, so that nothing is compiled in its capture
         results = run(*inputs)
-        if form in self.graphs:
-            self.graphs.move_to_end(form)
+        if known:
             self._capture(form, run, inputs)
-        else:
-            while len(self.graphs) >= MOST:
-                _, oldest = self.graphs.popitem(last=False)
-                if isinstance(oldest, _Graph):
-                    oldest.finish()
-            self.graphs[form] = None
+            return results
+        while len(self.graphs) >= MOST:
+            oldest = self.graphs.pop(next(iter(self.graphs)))
+            if isinstance(oldest, _Graph):
+                oldest.finish()
+        self.graphs[form] = None
         return results
 
     def _capture(self, form: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
@@ -105,20 +105,18 @@ class _Place:
 
 
 class _Graph:
-    """A captured call. given: its inputs in the graph's memory; made: its results that are not inputs; kept: all else
-    that it reads."""
+    """A captured call. inputs: in the graph's memory; made: its results that are not inputs; positions: of each result
+    among the inputs and what is made; kept: all else that it reads."""
 
     def __init__(self, run: Run, inputs: Sequence[Tensor], place: _Place):
         self.place = place
         self.kept: dict[int, object] = {}
         with torch.inference_mode(False), torch.no_grad():
-            self.given = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+            self.inputs = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
             results = self._captured(run)
-        known = {id(x): i for i, x in enumerate(self.given)}
-        self.made = list({id(x): x for x in results if id(x) not in known}.values())
-        numbers = {id(x): i for i, x in enumerate(self.made)}
-        # of each result: whether it is an input, and which input or made tensor it is
-        self.found = [(id(x) in known, known.get(id(x), numbers.get(id(x), 0))) for x in results]
+        known = {id(x): x for x in (*self.inputs, *results)}
+        self.made = [*known.values()][len(inputs) :]
+        self.positions = [list(known).index(id(x)) for x in results]
 
     def _captured(self, run: Run) -> tuple[Tensor, ...]:
         place = self.place
@@ -131,7 +129,7 @@ class _Graph:
                 torch.cuda.graph(self.graph, pool=place.pool, stream=place.stream, capture_error_mode="thread_local"),
             ):
                 try:
-                    return run(*self.given)
+                    return run(*self.inputs)
                 except Exception as error:
                     first = error
                     raise
@@ -155,12 +153,13 @@ class _Graph:
     def replay(self, inputs: Sequence[Tensor], copy_all: Copies) -> tuple[Tensor, ...]:
         with torch.no_grad():
             self.place.enter()
-            copy_all(zip(self.given, inputs, strict=True))
+            copy_all(zip(self.inputs, inputs, strict=True))
             self.graph.replay()
             fresh = [torch.empty_like(x) for x in self.made]
             copy_all(zip(fresh, self.made, strict=True))
             self.place.leave()
-        return tuple([inputs[i] if is_input else fresh[i] for is_input, i in self.found])
+        every = *inputs, *fresh
+        return tuple([every[i] for i in self.positions])
 
     def finish(self) -> None:
         """Returns when its replays are over, so that its memory is free."""

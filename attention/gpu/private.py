@@ -33,8 +33,8 @@ class Private(Generic[P, R]):
     def __init__(
         self,
         name: str,
-        public: Callable[P, R] | None,
-        instead: str = "slower public functions are used instead",
+        public: Callable[P, R] | None = None,
+        instead: str = "install a PyTorch that pyproject.toml allows",
         adapt: Callable[[Any], Callable[P, R]] = lambda interface: interface,
     ):
         self.name, self.public, self.instead, self.adapt = name, public, instead, adapt
@@ -57,15 +57,6 @@ class Private(Generic[P, R]):
 # devices and streams
 
 
-def _public_stream_id(index: int) -> StreamId:
-    stream = torch.cuda.current_stream(index)
-    return stream.stream_id, stream.device_index, stream.device_type
-
-
-def _public_set_stream(number: int, index: int, kind: int) -> None:
-    torch.cuda.set_stream(torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind))
-
-
 def _pool_ender(functions: Any) -> Callable[[int, Any], None]:
     end, release = functions._cuda_endAllocateToPool, functions._cuda_releasePool
 
@@ -76,12 +67,10 @@ def _pool_ender(functions: Any) -> Callable[[int, Any], None]:
     return end_pool
 
 
-current_device = Private("torch._C._cuda_getDevice", torch.cuda.current_device)
-stream_id = Private("torch._C._cuda_getCurrentStream", _public_stream_id)
-set_stream = Private("torch._C._cuda_setStream", _public_set_stream)
-raw_stream: Private[[int], int] = Private(
-    "torch._C._cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
-)
+current_device = Private("torch._C._cuda_getDevice", torch.cuda.current_device, "its public form is used")
+stream_id: Private[[int], StreamId] = Private("torch._C._cuda_getCurrentStream")
+set_stream: Private[[int, int, int], None] = Private("torch._C._cuda_setStream")
+raw_stream: Private[[int], int] = Private("torch._C._cuda_getCurrentRawStream")
 end_pool: Private[[int, Any], None] = Private(
     "torch._C",
     lambda index, pool: None,
@@ -106,7 +95,7 @@ transformed: Private[[], bool] = Private(
 # `torch.compiler.disable` imports the compiler. That takes seconds, and after `init_process_group` it keeps the
 # process group alive.
 disable_dynamo: Private[[Callable[..., Any]], Callable[..., Any]] = Private(
-    "torch._disable_dynamo", torch.compiler.disable
+    "torch._disable_dynamo", torch.compiler.disable, "calls start more slowly"
 )
 # the compiler's exceptions when it finds no kernel
 inductor_errors: Private[[], tuple[type[Exception], ...]] = Private(
@@ -150,12 +139,9 @@ def default_group() -> dist.ProcessGroup:
     return group
 
 
-def backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend for the group's tensors on that device: "gloo", "nccl" or another. Raises RuntimeError if there is none."""
-    by_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    if device.type not in by_device:
-        raise RuntimeError(f"the group has no backend for {device.type}")
-    return by_device[device.type]
+def backend(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """The backend for the group's tensors on that device: "gloo", "nccl" or another; None if there is none."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(",")).get(device.type)
 
 
 # the group's key-value store; None if it can't be had

@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 
 from attention.gpu import private
 
-_streams: dict[private.StreamId, torch.cuda.Stream] = {}
-
 
 def current(device: torch.device) -> torch.cuda.Stream:
     """The stream that is current on `device`, which need not be the current device."""
-    identity = private.stream_id(device.index)
-    found = _streams.get(identity)
-    if found is None:
-        number, index, kind = identity
-        found = _streams[identity] = torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
-    return found
+    return _stream(*private.stream_id(device.index))
+
+
+@cache
+def _stream(number: int, index: int, kind: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(stream_id=number, device_index=index, device_type=kind)
 
 
 class On:
@@ -43,9 +42,9 @@ class On:
 _NOTHING: AbstractContextManager[object] = nullcontext()
 
 
-def on_device(index: int) -> AbstractContextManager[object]:
-    """A context in which that device is the current one."""
-    return _NOTHING if private.current_device() == index else torch.cuda.device(index)
+def on_device(index: int | None) -> AbstractContextManager[object]:
+    """A context in which that GPU is the current one; None: that of tensors on a CPU."""
+    return _NOTHING if index is None or private.current_device() == index else torch.cuda.device(index)
 
 
 class Follow:
@@ -61,8 +60,6 @@ class Follow:
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether the stream that is current on `device` is being captured in a CUDA graph."""
-    if private.current_device() == device.index:
-        return torch.cuda.is_current_stream_capturing()
-    with torch.cuda.device(device):
-        return torch.cuda.is_current_stream_capturing()
+    """Whether the stream that is current on a tensor's device is being captured in a CUDA graph."""
+    with on_device(device.index):
+        return device.index is not None and torch.cuda.is_current_stream_capturing()

@@ -3,10 +3,8 @@ kernel itself. A `TritonLauncher` does that once for its shapes, and then calls 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attention.gpu import private
@@ -27,12 +25,26 @@ class TritonLauncher:
         self.rest: tuple[Any, ...] = ()  # what a compiled kernel takes after the tensors and changing integers
 
     def __call__(self, *tensors: Tensor | tuple[Tensor, ...], changing: tuple[int, ...] = ()) -> None:
-        """Launches on the current stream of the tensors' device. The first of `tensors` must not be a tuple."""
-        first = tensors[0]
-        assert isinstance(first, Tensor)
-        key, addresses = _key(first, tensors, changing)
+        """Launches on the current stream of the tensors' device."""
+        flat: list[Tensor] = []
+        addresses: list[int | tuple[int, ...]] = []
+        for entry in tensors:
+            if isinstance(entry, tuple):
+                flat += entry
+                addresses.append(tuple([x.data_ptr() for x in entry]))
+            else:
+                flat.append(entry)
+                addresses.append(entry.data_ptr())
+        index = flat[0].device.index
+        # everything on which Triton specialises
+        key = (
+            index,
+            tuple([x.dtype for x in flat]),
+            tuple([x.data_ptr() % ALIGNED == 0 for x in flat]),
+            tuple([(n == 1, n % ALIGNED == 0, n >= 2**31) for n in changing]),
+        )
         compiled = self.compiled.get(key)
-        with on_device_of(first):
+        with on_device(index):  # Triton launches on the current one
             if compiled is None:  # Triton compiles it if needed, and launches it
                 compiled = self.kernel[self.grid](*tensors, *changing, *self.numbers, **self.constants)
                 if compiled is not None:  # the interpreter compiles nothing
@@ -40,33 +52,5 @@ class TritonLauncher:
                     self.rest = (*self.numbers, *(self.constants[name] for name in names))
                     self.compiled[key] = compiled
                 return
-            stream = private.raw_stream(first.get_device()) if first.is_cuda else 0
+            stream = 0 if index is None else private.raw_stream(index)
             private.launch_compiled(compiled, self.grid, stream, *addresses, *changing, *self.rest)
-
-
-def _key(
-    first: Tensor, tensors: tuple[Tensor | tuple[Tensor, ...], ...], changing: tuple[int, ...]
-) -> tuple[tuple[object, ...], list[int | tuple[int, ...]]]:
-    """(everything on which Triton specialises, the tensors' addresses)."""
-    dtypes: list[torch.dtype] = []
-    flat: list[int] = []
-    addresses: list[int | tuple[int, ...]] = []
-    for x in tensors:
-        if isinstance(x, tuple):
-            every = tuple([each.data_ptr() for each in x])
-            dtypes += [each.dtype for each in x]
-            flat += every
-            addresses.append(every)
-        else:
-            at = x.data_ptr()
-            dtypes.append(x.dtype)
-            flat.append(at)
-            addresses.append(at)
-    aligned = tuple([at % ALIGNED == 0 for at in flat])
-    integers = tuple([(n == 1, n % ALIGNED == 0, n >= 2**31) for n in changing])
-    return (first.get_device(), tuple(dtypes), aligned, integers), addresses
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device; this makes it x's."""
-    return on_device(x.device.index) if x.is_cuda else nullcontext()

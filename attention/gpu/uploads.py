@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from attention.gpu.streams import On, capturing, current
 
-_uploads: dict[int, torch.cuda.Stream] = {}  # by device index
+_upload_stream = cache(torch.cuda.Stream)  # by device
 
 
 def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
@@ -23,22 +24,18 @@ def uploaded(x: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     current stream. Before the result is freed, the stream that is current now must wait for all other streams that read
     it."""
     here = torch.from_numpy(x)
-    if device.type != "cuda":
-        return here.to(device)
-    if device.index is None:
+    if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    if capturing(device):
+    if device.type != "cuda" or capturing(device):
         return here.to(device)
-    if device.index not in _uploads:
-        _uploads[device.index] = torch.cuda.Stream(device)
-    reader, stream = current(device), _uploads[device.index]
+    reader, stream = current(device), _upload_stream(device)
     with On(stream):
         pinned = torch.empty(x.shape, dtype=here.dtype, pin_memory=True)
         pinned.numpy()[...] = x
-        found = pinned.to(device, non_blocking=True)
+        there = pinned.to(device, non_blocking=True)
         stream.synchronize()
-        found.record_stream(reader)
-    return found
+        there.record_stream(reader)
+    return there
 
 
 T = TypeVar("T")
@@ -50,7 +47,7 @@ _holder: ContextVar[dict[int, object]] = ContextVar("holder", default=_process)
 
 def held(x: T, device: torch.device) -> T:
     """x, kept alive if a CUDA graph is being captured: each replay reads x at the same address."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if capturing(device):
         _holder.get()[id(x)] = x
     return x
 

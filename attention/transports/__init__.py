@@ -7,7 +7,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from attention.errors import UnsupportedCall, nearest
+from attention.errors import UnsupportedCall
 from attention.gpu.private import backend, default_group
 from attention.transports.collective import Collective
 from attention.transports.interface import Handle, Message, Messages, Publication, Transport
@@ -48,9 +48,7 @@ def missing(name: str, device: str) -> str | None:
 def resolve(name: str, device: torch.device) -> str:
     """The name of a transport: for `auto` symm on CUDA and gloo on a CPU.
 
-    Raises ValueError for an unknown name, or one that does not work on the device."""
-    if name != "auto" and name not in SUMMARIES:
-        raise ValueError(f"transport={name!r} is not a transport; {nearest(name, names())}")
+    Raises ValueError for one that does not work on the device."""
     if name == "auto":
         name = "symm" if device.type == "cuda" else "gloo"
     reason = missing(name, device.type)
@@ -64,7 +62,7 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
     """The transport of that name over a group of several ranks. Where the ranks cannot read each other's memory, `symm`
     is replaced by NCCL or gloo, with the reason as `note`. Collective over the group at its first use.
 
-    Raises ValueError for an unknown name, or one that does not work on the device or with the group."""
+    Raises ValueError for one that does not work on the device or with the group."""
     name = resolve(name, device)
     cuda = device.type == "cuda"
     note = None
@@ -74,18 +72,12 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
         if not isinstance(pool, str):
             return Symmetric(members, pool)
         note = f"symm: {pool}"
-    try:
-        carries = backend(members, device)
-    except RuntimeError:
-        raise ValueError(
-            f"transport={name}: the process group has no backend for {device.type} tensors; make it with "
-            "init_process_group('cpu:gloo,cuda:nccl')"
-        ) from None
-    if cuda and carries != "nccl":
+    carries = backend(members, device)
+    if carries is None or (cuda and carries != "nccl"):
         why = f" ({note})" if note else ""
         raise ValueError(
-            f"transport={name}: the process group has {carries} for CUDA tensors, and ranks exchange by nccl or symm{why}; "
-            "make the group with nccl, or use transport=symm on one host"
+            f"transport={name}: the process group has {carries or 'no backend'} for {device.type} tensors{why}; make it with "
+            "init_process_group('cpu:gloo,cuda:nccl'), or use transport=symm on one host"
         )
     return Collective("nccl" if cuda else "gloo", group, CudaQueue(device) if cuda else HostQueue(), note)
 

@@ -4,9 +4,9 @@ pull."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from attention.geometry.schedules import length
 from attention.gpu.private import backend, default_group
 from attention.profiling import phase
 from attention.tensors import empty_tokens, put_, take
-from attention.transports.interface import Done, Handle, Message, Messages, Publication, Transport
+from attention.transports.interface import Handle, Message, Messages, Publication, Transport
 from attention.transports.queues import Queue
 
 OPERATIONS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}
@@ -45,7 +45,7 @@ class Collective(Transport):
         def run() -> None:
             with phase(f"comm_{what}", step):
                 if self.backend(x.device) == "gloo":
-                    dist.all_gather([_bytes(row) for row in into.unbind(0)], _bytes(x), group=self.group)
+                    dist.all_gather(list(into.unbind(0)), x, group=self.group)
                 else:
                     dist.all_gather_into_tensor(into.flatten(0, 1) if x.dim() else into, x, group=self.group)
 
@@ -62,15 +62,17 @@ class Collective(Transport):
         return self.queue.issue(run, [x], what, step)
 
 
-class _Sent:
+@dataclass
+class _Sent(Publication):
     """A publication whose owner sends what remote ranks pull."""
 
-    def __init__(self, transport: Collective, what: str, tensors: Sequence[Tensor]):
-        self.transport, self.what, self.tensors = transport, what, tensors
+    transport: Collective
+    what: str
+    tensors: Sequence[Tensor]
 
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.sends and not messages.receives:
-            return Done()
+            return Handle()
         transport, what, tag = self.transport, self.what, self.transport.calls.tag
         outgoing = [(m.remote, take(self.tensors[m.tensor], m.source).contiguous()) for m in messages.sends]
         incoming: list[tuple[int, Tensor]] = []
@@ -86,7 +88,7 @@ class _Sent:
         def run() -> None:
             with phase(f"comm_{what}", step):
                 started = dist.batch_isend_irecv([
-                    dist.P2POp(op, x if x.is_cuda else _bytes(x), group=transport.group, tag=tag, group_peer=remote)
+                    dist.P2POp(op, x, group=transport.group, tag=tag, group_peer=remote)
                     for op, pieces in ((dist.irecv, incoming), (dist.isend, outgoing))
                     for remote, x in pieces
                 ])  # fmt: skip
@@ -99,10 +101,3 @@ class _Sent:
                     put_(into[message.into], message.target, x)
 
         return transport.queue.issue(run, [x for _, x in (*outgoing, *incoming)], what, step, put if apart else None)
-
-    def close(self) -> None: ...
-
-
-def _bytes(x: Tensor) -> Tensor:
-    """x as bytes: so gloo moves every dtype."""
-    return x.reshape(-1).view(torch.uint8)

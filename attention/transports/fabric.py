@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from attention.gpu import private
 from attention.gpu.cuda_driver import WORD, function
 from attention.gpu.streams import on_device
-from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Watch, gathered, watchdog
+from attention.transports.waits import IDLE, WAITING, DeviceMemory, Remote, Wait, Watch, gathered, start
 
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by PyTorch where it makes symmetric memory
 MEMORY_FILE = "attention"  # in /proc: "/memfd:attention"
@@ -34,10 +34,11 @@ Operation = Callable[[], None]
 @dataclass(eq=False)
 class Shared:
     """Memory of the same size on every rank, as this rank sees it, by rank (its own included): bytes `[n]`. `owner` keeps it
-    alive: on CUDA it is the buffer and its handle."""
+    alive: on CUDA it is the buffer and its handle. views: tensors that lie in it, for reuse."""
 
     by_rank: Sequence[torch.Tensor] = ()
     owner: Any = None
+    views: dict[Any, list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.addresses = [x.data_ptr() for x in self.by_rank]
@@ -126,15 +127,13 @@ class HostFabric:
 
         def take() -> None:
             remote.check()
-            start = time.monotonic()
-            look = start + LOOK_S
-            missing = list(flags)
-            while missing := [rank for rank in missing if words[flags[rank]] != 1]:
+            start = looked = time.monotonic()
+            while missing := [rank for rank, flag in flags.items() if words[flag] != 1]:
                 time.sleep(POLL_S)
                 now = time.monotonic()
-                if now < look:
+                if now < looked + LOOK_S:
                     continue
-                look = now + LOOK_S
+                looked = now
                 why = remote.overdue(missing, action, now - start)
                 if why is not None and any(words[flags[rank]] != 1 for rank in missing):
                     raise remote.fail(why)
@@ -152,9 +151,6 @@ class CudaFabric:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.device, self.remote = device, Remote(group, device)
-        self._copy = function("cuMemcpyAsync", 4)
-        self._copy_rows = function("cuMemcpy2DAsync_v2", 2)
-        self._operate = function("cuStreamBatchMemOp_v2", 4)
 
     def allocate(self, size: int) -> Shared:
         group = self.remote.group
@@ -183,27 +179,27 @@ class CudaFabric:
         # Calls the driver: PyTorch's views and copies take several times as much CPU time, and PyTorch would copy strided
         # rows with a kernel, not with a copy engine.
         stream = private.raw_stream(self.device.index)
+        copy, copy_rows = function("cuMemcpyAsync", 4), function("cuMemcpy2DAsync_v2", 2)
         for x in copies:
             target, start = targets[x.into] + x.target, source + x.source
             if x.rows == 1:
-                self._copy(target, start, x.width, stream)
+                copy(target, start, x.width, stream)
             else:
                 x.parameters[4], x.parameters[11] = start, target
-                self._copy_rows(ctypes.addressof(x.parameters), stream)
+                copy_rows(ctypes.addressof(x.parameters), stream)
 
     def use(self, flags: Shared) -> None:
         words = flags.by_rank[self.remote.rank].view(torch.int32)
         self.flags, self.waits = flags.addresses, dict[int, Wait]()
         memory, marks = DeviceMemory(words, len(words)), range(1, len(words), WORDS)
-        self.watch = Watch(memory, self.remote, marks, self.waits.__getitem__)
-        watchdog.add(self.watch)
+        self.watch = start(Watch(memory, self.remote, marks, self.waits.__getitem__))
 
     def signalling(self, word: int) -> Operation:
         return self._batch([(WRITE, rank, word, 1) for rank in self.remote.others])
 
     def awaiting(self, flags: Mapping[int, int], action: str) -> Operation:
         me, (first, *others) = self.remote.rank, flags.values()
-        self.waits[first + 1] = Wait(flags, action)
+        self.waits[first + 1] = flags, action
         return self._batch([
             (WRITE, me, first + 1, WAITING),
             *((WAIT, me, flag, 1) for flag in flags.values()),
@@ -215,12 +211,15 @@ class CudaFabric:
         """operations: (operation, rank, word, value)."""
         # CUstreamBatchMemOpParams: operation, address, value, flags and two unused words. Flags 0: a wait ends once the word
         # is >= `value`; a write comes after all earlier memory operations.
-        every = [(op, self.flags[rank] + 4 * word, value, 0, 0, 0) for op, rank, word, value in operations]
-        batch = (WORD * (6 * len(every)))(*[x for parameters in every for x in parameters])
+        parameters: list[int] = []
+        for operation, rank, word, value in operations:
+            parameters += operation, self.flags[rank] + 4 * word, value, 0, 0, 0
+        batch = (WORD * len(parameters))(*parameters)
+        operate = function("cuStreamBatchMemOp_v2", 4)
 
         def enqueue() -> None:
             with on_device(self.device.index):  # the default stream belongs to the current device
-                self._operate(private.raw_stream(self.device.index), len(every), ctypes.addressof(batch), 0)
+                operate(private.raw_stream(self.device.index), len(operations), ctypes.addressof(batch), 0)
 
         return enqueue
 
@@ -228,35 +227,30 @@ class CudaFabric:
 Fabric = HostFabric | CudaFabric
 
 
-def agreed(group: dist.ProcessGroup, mine: str | None) -> str | None:
-    """The first rank's reason that is not None, on every rank; None if all are. mine: this rank's reason. Collective."""
-    return next(filter(None, gathered(group, mine)), None)
-
-
 @contextmanager
 def together(group: dist.ProcessGroup) -> Iterator[None]:
     """If the context's body fails on one rank, every rank raises RuntimeError with the first failing rank's reason.
     Otherwise the other ranks would wait for it for ever. Collective."""
+    failure: Exception | None = None
     try:
         yield
     except Exception as error:
-        message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(agreed(group, f"rank {dist.get_rank(group)}: {message}")) from error
-    reason = agreed(group, None)
-    if reason is not None:
-        raise RuntimeError(reason)
+        failure = error
+    mine = failure and (str(failure).splitlines() or [type(failure).__name__])[0]
+    for rank, reason in enumerate(gathered(group, mine)):
+        if reason is not None:
+            raise RuntimeError(f"rank {rank}: {reason}") from failure
 
 
-def obstacle(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Why the ranks of a group cannot read each other's memory, or None; the same answer on every rank. Collective."""
+def check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raises RuntimeError, on every rank, where the ranks of a group cannot read each other's memory. Collective."""
     places = gathered(group, (socket.gethostname(), device.index))
-    reason: str | None = None
-    if len({host for host, _ in places}) > 1:
-        reason = "the ranks are on several hosts"
-    elif device.type == "cuda":
-        unreachable = [i for _, i in places if i != device.index and not _reads(device, i)]
-        reason = f"GPU {device.index} cannot read the memory of GPU {unreachable[0]}" if unreachable else None
-    return agreed(group, reason)
+    with together(group):
+        if len({host for host, _ in places}) > 1:
+            raise RuntimeError("the ranks are on several hosts")
+        for _, index in places:
+            if device.type == "cuda" and index != device.index and not _reads(device, index):
+                raise RuntimeError(f"GPU {device.index} cannot read the memory of GPU {index}")
 
 
 def _reads(device: torch.device, other: int) -> bool:

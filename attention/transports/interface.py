@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -39,28 +39,23 @@ class Messages:
         self.known: dict[Any, Any] = {}
 
 
-class Handle(Protocol):
-    def wait(self) -> None: ...
+class Handle:
+    """An operation that was started; this one moves nothing."""
+
+    def wait(self) -> None:
+        """The caller's stream (on a CPU, the calling thread) waits for it. Raises what it raised."""
 
 
-class Publication(Protocol):
+class Publication:
+    """Tensors from which remote ranks may pull; this one has nobody who does."""
+
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         """Starts to bring the messages' tokens into the tensors `into`. early: `into` was allocated before this rank's
         own publication was (`buffers`), so remote data may arrive while this rank still fills its publication."""
+        return Handle()
 
     def close(self) -> None:
         """This rank pulls nothing more from the matching publications of remote ranks."""
-
-
-class Done:
-    """The handle of an operation that moves nothing, and the publication of which nothing is pulled."""
-
-    def wait(self) -> None: ...
-
-    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        return self
-
-    def close(self) -> None: ...
 
 
 class Transport:
@@ -101,13 +96,13 @@ class Transport:
 
         what: the name of the phases, `comm_<what>` and `wait_<what>`.
         tokens: the most tokens that any rank publishes in one tensor, where ranks differ."""
-        return Done()
+        return Publication()
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:
         """Gathers x (contiguous, of one shape on all ranks) into `into`, contiguous `[world, *x.shape]`."""
         into[0].copy_(x)
-        return Done()
+        return Handle()
 
     def all_reduce(self, x: Tensor, op: str, what: str, step: int) -> Handle:
         """Reduces x in place over all ranks; op: "max" or "sum"."""
-        return Done()
+        return Handle()

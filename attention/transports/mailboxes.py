@@ -7,21 +7,18 @@ from functools import partial
 import torch
 
 from attention.geometry.mailbox import Mailbox
-from attention.transports.fabric import CudaFabric
-from attention.transports.waits import DeviceMemory, Wait, Watch, watchdog
+from attention.transports.fabric import Shared
+from attention.transports.waits import DeviceMemory, Remote, Wait, Watch, start
 
 
 class Mailboxes:
-    """This rank's memory in the layout `box`, for at least so many pieces, and that of the remote ranks. Construction is
-    collective."""
+    """Memory in the layout `box` on every rank."""
 
-    def __init__(self, fabric: CudaFabric, pieces: int):
-        self.box = box = Mailbox.holding(fabric.remote.world, pieces)
-        self.shared = fabric.allocate(4 * box.numel)
-        memory = DeviceMemory(self.shared.by_rank[fabric.remote.rank].view(torch.int32), box.capacity)
+    def __init__(self, box: Mailbox, shared: Shared, remote: Remote):
+        self.box, self.shared = box, shared
+        memory = DeviceMemory(shared.by_rank[remote.rank].view(torch.int32), box.capacity)
         marks = range(box.marks, box.numel)
-        self.watch = Watch(memory, fabric.remote, marks, partial(wait_of, box, memory, fabric.remote.others))
-        watchdog.add(self.watch)
+        self.watch = start(Watch(memory, remote, marks, partial(wait_of, box, memory, remote.others)))
 
     @property
     def addresses(self) -> int:
@@ -35,4 +32,4 @@ def wait_of(box: Mailbox, memory: DeviceMemory, others: list[int], mark: int) ->
     """What a kernel of this rank waits for that has set this mark."""
     piece = mark - box.marks
     (turn,) = memory.read(box.turns + piece, 1).tolist()
-    return Wait({rank: box.flag(turn, rank, piece) for rank in others}, "to write its partial results")
+    return {rank: box.flag(turn, rank, piece) for rank in others}, "to write its partial results"

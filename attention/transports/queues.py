@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,23 +14,25 @@ from torch import Tensor
 from attention.agreement import Calls
 from attention.gpu.streams import Follow, On, capturing, current
 from attention.profiling import phase
+from attention.transports.interface import Handle
 
 Work = Callable[[], object]
 Moment = torch.cuda.Event
 
 
-class Transfer:
+@dataclass(eq=False)
+class Transfer(Handle):
     """Work that was started on a queue, as a handle. It keeps the tensors of the work on a stream alive until the wait,
     because PyTorch's allocator knows only the caller's stream."""
 
-    def __init__(
-        self, queue: Queue, started: Any, what: str, step: int, after: Work | None, tensors: Sequence[Tensor] = ()
-    ):
-        self.queue, self.started, self.what, self.step, self.after = queue, started, what, step, after
-        self.tensors = tensors
+    queue: Queue
+    started: Any
+    what: str
+    step: int
+    after: Work | None
+    tensors: Sequence[Tensor] = ()
 
     def wait(self) -> None:
-        """The caller's stream (on a CPU, the calling thread) waits for it. Raises what the work raised."""
         with phase(f"wait_{self.what}", self.step):
             self.queue.wait(self.started)
         self.tensors = ()

@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.batched_copy import copy_all
+from attention.geometry.mailbox import Mailbox
 from attention.gpu import cuda_graphs
 from attention.gpu.priority_stream import CudaPriorityStream, Inline, PriorityStream
-from attention.gpu.streams import current
+from attention.gpu.streams import capturing, current
 from attention.profiling import phase
 from attention.tensors import TOKENS
 from attention.transports.collective import Collective
@@ -35,10 +36,10 @@ from attention.transports.fabric import (
     HostFabric,
     Operation,
     Shared,
-    obstacle,
+    check_reach,
     together,
 )
-from attention.transports.interface import Done, Handle, Message, Messages, Publication
+from attention.transports.interface import Handle, Message, Messages, Publication
 from attention.transports.mailboxes import Mailboxes
 from attention.transports.queues import CudaQueue, HostQueue, Moment, Queue
 
@@ -48,7 +49,7 @@ DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}
 MOST_SLOTS = max(DEPTHS.values())
 ALIGNMENT = 256
 MOST_PITCH = 2**31 - 1  # bytes between the rows of a copy
-MOST_ARRANGEMENTS = 64  # cached per ring
+MOST_VIEWS = 64  # of one memory that are cached
 MOST_KNOWN = 8  # arrangements and layouts per `Messages` whose pulls are cached
 
 
@@ -68,8 +69,8 @@ class Arrangement:
 def arrange(shapes: tuple[tuple[int, ...], ...], tokens: int, dtype: torch.dtype) -> Arrangement:
     padded = tuple((*shape[:-3], tokens, *shape[-2:]) for shape in shapes)
     sizes = [-(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT for shape in padded]
-    starts = list(accumulate(sizes, initial=0))
-    return Arrangement(dtype, shapes, padded, tuple(starts[:-1]), starts[-1])
+    *starts, size = accumulate(sizes, initial=0)
+    return Arrangement(dtype, shapes, padded, tuple(starts), size)
 
 
 @dataclass
@@ -83,19 +84,13 @@ class Flags:
     await_done: Operation  # await and reset the flags of all remote ranks
 
 
+@dataclass
 class BufferRing:
     """The slots of one kind of publication, used in turn. All ranks use the slots in the same order and at the same offsets, so
     all ranks must make the same publications in the same order."""
 
-    def __init__(self, flags: list[Flags]):
-        self.flags = flags  # by slot
-        self.turn = 0  # the slot of the last publication of this call
-        self.filling: _SlotPublication | None = None  # a publication that has a slot but is not published yet
-        self.forget()
-
-    def forget(self) -> None:
-        self.shared, self.capacity = Shared(), 0  # bytes of a slot
-        self.mine: dict[tuple[int, Arrangement], list[Tensor]] = {}  # this rank's tensors in a slot, for reuse
+    flags: list[Flags]  # by slot
+    turn: int = 0  # the slot of the last publication of this call
 
 
 class BufferPool:
@@ -103,19 +98,19 @@ class BufferPool:
     guards a rank's reads of its own publications. So its calls run one after another, even on several streams."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
-        self.device, self.on_cuda = device, device.type == "cuda"
+        self.device = device
         self.caller: torch.cuda.Stream | None = None  # of the last call
-        self.fabric: Fabric
-        self.queue: Queue
-        self.priority_stream: PriorityStream
+        cuda = device.type == "cuda"
         with together(group):  # the driver may be missing on a single rank
-            if self.on_cuda:
-                self.fabric, self.queue = CudaFabric(group, device), CudaQueue(device)
-                self.priority_stream = CudaPriorityStream(device)
-            else:
-                self.fabric, self.queue = HostFabric(group, device), HostQueue()
-                self.priority_stream = Inline(apart=True)
+            self.fabric: Fabric = CudaFabric(group, device) if cuda else HostFabric(group, device)
+            self.queue: Queue = CudaQueue(device) if cuda else HostQueue()
+            self.priority_stream: PriorityStream = CudaPriorityStream(device) if cuda else Inline(apart=True)
         self.remote = self.fabric.remote
+        self.rings: dict[str, BufferRing] = {}
+        self.filling: dict[str, _SlotPublication] = {}  # publications that have a slot but are not published yet
+        self.mailboxes: Mailboxes | None = None
+        self.memory: dict[str, Shared] = {}  # of rings, by kind, and of mailboxes
+        self.captured: set[Shared] = set()  # memory whose addresses CUDA graphs contain
         with torch.inference_mode(False):  # used by calls of any mode, like all memory here
             flags = self.fabric.allocate(MOST_RINGS * MOST_SLOTS * 2 * self.remote.world * WORDS * 4)
             words = flags.by_rank[self.remote.rank].view(torch.int32)
@@ -123,17 +118,23 @@ class BufferPool:
         with together(group):
             self.fabric.use(flags)
         self.fabric.settle()
-        self.rings: dict[str, BufferRing] = {}
-        self.mailboxes: Mailboxes | None = None
-        self.captured: set[Shared] = set()  # memory whose addresses CUDA graphs contain
 
     @property
     def nbytes(self) -> int:
         """Bytes of symmetric memory that this rank holds, including those that only CUDA graphs still use."""
-        current = {ring.shared for ring in self.rings.values()}
-        if self.mailboxes is not None:
-            current.add(self.mailboxes.shared)
-        return sum(x.nbytes for x in current | self.captured)
+        return sum(x.nbytes for x in self.captured.union(self.memory.values()))
+
+    @torch.inference_mode(False)
+    def allocate(self, what: str, size: int) -> Shared:
+        """`size` bytes, instead of what it has for this kind. All ranks must call this. Raises RuntimeError if they ask for
+        different sizes."""
+        if capturing(self.device):
+            raise RuntimeError(f"symmetric memory for {what!r} cannot grow in a capture: call once before it")
+        self.fabric.settle()
+        self.remote.alike(f"{size:,} bytes for {what}")
+        self.memory.pop(what, None)  # free it before the larger one is allocated
+        shared = self.memory[what] = self.fabric.allocate(size)
+        return shared
 
     def _flags(self, what: str, ring: int, slot: int) -> Flags:
         """A slot has the flags "ready" of all ranks, then the flags "done". The word after a flag is the mark of a wait."""
@@ -147,53 +148,30 @@ class BufferPool:
             fabric.awaiting({other: done[other] for other in remote.others}, f"to be done with this rank's {what}"),
         )
 
-    def ring(self, what: str, size: int) -> BufferRing:
-        """The buffer ring of a kind, with slots of at least `size` bytes. If it must grow, all ranks must call this. Raises
-        RuntimeError if they ask for different sizes."""
+    def ring(self, what: str, size: int) -> tuple[BufferRing, Shared]:
+        """The buffer ring of a kind and its memory, for slots of at least `size` bytes. If it must grow, all ranks must call
+        this."""
         if what not in self.rings:
             slots = range(DEPTHS.get(what, 1))
             self.rings[what] = BufferRing([self._flags(what, len(self.rings), slot) for slot in slots])
-        ring = self.rings[what]
-        if size > ring.capacity:
-            self._check_growth(repr(what))
-            size = max(size, ring.capacity * 5 // 4)  # a decode's KV cache grows slowly: reallocate seldom
-            size = -(-size // ALIGNMENT) * ALIGNMENT
-            self.fabric.settle()
-            self.remote.alike(f"{size:,} bytes for {what}")
-            ring.forget()  # free it before the larger one is allocated
-            with torch.inference_mode(False):
-                ring.shared = self.fabric.allocate(size * len(ring.flags))
-            ring.capacity = size
-        return ring
+        ring, shared = self.rings[what], self.memory.get(what)
+        depth = len(ring.flags)
+        if shared is None or size * depth > shared.nbytes:
+            # a decode's KV cache grows slowly: reallocate seldom
+            grown = shared.nbytes // depth * 5 // 4 // ALIGNMENT * ALIGNMENT if shared else 0
+            del shared
+            shared = self.allocate(what, max(size, grown) * depth)
+        return ring, shared
 
     def mailboxes_for(self, pieces: int) -> Mailboxes:
         """Memory for at least so many pieces of partial results. If it must grow, all ranks must call this."""
-        assert isinstance(self.fabric, CudaFabric), "kernels run on GPUs"
-        if self.mailboxes is None or pieces > self.mailboxes.box.capacity:
-            self._check_growth("partial results")
-            with torch.inference_mode(False):
-                self.mailboxes = Mailboxes(self.fabric, pieces)
-        if self.capturing():
-            self.captured.add(self.mailboxes.shared)
-        return self.mailboxes
-
-    def _check_growth(self, what: str) -> None:
-        if self.capturing():
-            raise RuntimeError(f"symmetric memory for {what} cannot grow in a capture: call once before it")
-
-    def capturing(self) -> bool:
-        """Whether a CUDA graph is being captured."""
-        return self.on_cuda and torch.cuda.is_current_stream_capturing()
-
-    def acquire(self, what: str, ring: BufferRing) -> int:
-        """The slot of the next publication, free once remote ranks have read its last content."""
-        ring.turn = (ring.turn + 1) % len(ring.flags)
-        if self.capturing():
-            self.captured.add(ring.shared)
-            self.queue.settle()  # a graph runs branches in any order: the wait below must follow this rank's signals
-        with phase(f"wait_room_{what}"):
-            ring.flags[ring.turn].await_done()
-        return ring.turn
+        held = self.mailboxes
+        if held is None or pieces > held.box.capacity:
+            box = Mailbox.holding(self.remote.world, pieces)
+            held = self.mailboxes = Mailboxes(box, self.allocate("partial results", 4 * box.numel), self.remote)
+        if capturing(self.device):
+            self.captured.add(held.shared)
+        return held
 
     def begin(self) -> None:
         """Begins a forward or backward. It starts with the first slots, so that all ranks use the same, and runs after the
@@ -201,28 +179,25 @@ class BufferPool:
         now, so that remote ranks do not deadlock. Raises RuntimeError if a wait has failed before, with that wait's
         message."""
         self.remote.check()
-        capturing = self.capturing()
-        if self.on_cuda and not capturing:
+        if capturing(self.device):
+            if self.filling:
+                raise RuntimeError("an earlier call raised an exception: call once more before a capture")
+        elif self.device.type == "cuda":
             now = current(self.device)
             if self.caller is not None and self.caller.stream_id != now.stream_id:
                 now.wait_stream(self.caller)
             self.caller = now
         for ring in self.rings.values():
             ring.turn = 0
-            left = ring.filling
-            if left is None:
-                continue
-            if capturing:
-                raise RuntimeError("an earlier call raised an exception: call once more before a capture")
-            ring.filling = None
+        while self.filling:
+            _, left = self.filling.popitem()
             if not left.captured:  # a failed capture enqueued nothing
                 self.queue.aside(left.flags.signal_ready)
                 left.close()
 
     def release(self) -> None:
-        for ring in self.rings.values():
-            ring.forget()
         self.mailboxes = None
+        self.memory.clear()
         self.captured.clear()
         self.queue.captured = False  # the memory that the graphs use is gone
 
@@ -236,7 +211,8 @@ def pool_of(group: dist.ProcessGroup, device: torch.device) -> BufferPool | str:
     made = _pools.setdefault(group, {})
     if device not in made:
         try:
-            made[device] = obstacle(group, device) or BufferPool(group, device)
+            check_reach(group, device)
+            made[device] = BufferPool(group, device)
         except RuntimeError as error:
             made[device] = f"no symmetric memory here: {str(error).splitlines()[0]}"
     return made[device]
@@ -294,19 +270,18 @@ class Symmetric(Collective):
         return published.mine
 
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
-        ring = self.pool.rings.get(what)
-        published = ring.filling if ring else None
+        published = self.pool.filling.get(what)
         if published is None or [*map(id, tensors)] != [*map(id, published.mine)]:
             most = max(x.shape[TOKENS] for x in tensors) if tokens is None else tokens
             published = _SlotPublication(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
             with phase(f"comp_stage_{what}"):
                 copy_all(zip(published.mine, tensors, strict=True))
-        published.ring.filling = None
+        del self.pool.filling[what]
         self.pool.queue.aside(published.flags.signal_ready)
         return published
 
 
-class _SlotPublication:
+class _SlotPublication(Publication):
     """A publication in its slot: tensors one after another, each with space for `tokens` tokens, so that they have the same
     offsets on every rank. `mine`: this rank's tensors, to be filled before publishing."""
 
@@ -315,33 +290,37 @@ class _SlotPublication:
     ):
         self.transport, self.what, self.pool = transport, what, transport.pool
         self.arranged = arrange(tuple(map(tuple, shapes)), tokens, dtype)
-        self.ring = ring = self.pool.ring(what, self.arranged.size)
-        slot = self.pool.acquire(what, ring)
-        self.flags, self.shared, self.at = ring.flags[slot], ring.shared, slot * ring.capacity
-        self.unseen = list(self.pool.remote.others)  # whose "ready" was not awaited yet
+        pool, (ring, self.shared) = self.pool, self.pool.ring(what, self.arranged.size)
+        self.captured = capturing(pool.device)
+        if self.captured:
+            pool.captured.add(self.shared)
+            pool.queue.settle()  # a graph runs branches in any order: the wait below must follow this rank's signals
+        ring.turn = (ring.turn + 1) % len(ring.flags)
+        self.flags, self.at = ring.flags[ring.turn], ring.turn * (self.shared.nbytes // len(ring.flags))
+        with phase(f"wait_room_{what}"):  # until remote ranks have read the slot's last content
+            self.flags.await_done()
+        self.unseen = list(pool.remote.others)  # whose "ready" was not awaited yet
         self.taken: Moment | None = None
-        self.captured = self.pool.capturing()
-        ring.filling = self
-        kept = slot, self.arranged
-        if kept not in ring.mine:
-            if len(ring.mine) >= MOST_ARRANGEMENTS:
-                ring.mine.clear()
-            ring.mine[kept] = self._mine()
-        self.mine = ring.mine[kept]
+        pool.filling[what] = self
+        views, key = self.shared.views, (self.at, self.arranged)
+        if key not in views:
+            if len(views) >= MOST_VIEWS:
+                views.clear()
+            views[key] = self._mine()
+        self.mine = views[key]
 
     @torch.inference_mode(False)
     def _mine(self) -> list[Tensor]:
         arranged = self.arranged
-        memory = self.shared.by_rank[self.pool.remote.rank][self.at : self.at + arranged.size].view(arranged.dtype)
-        views = []
-        for shape, padded, start in zip(arranged.shapes, arranged.padded, arranged.starts, strict=True):
-            first = start // arranged.dtype.itemsize
-            views.append(memory[first : first + prod(padded)].view(padded).narrow(TOKENS, 0, shape[TOKENS]))
-        return views
+        slot = self.shared.by_rank[self.pool.remote.rank][self.at : self.at + arranged.size].view(arranged.dtype)
+        return [
+            slot[start // arranged.dtype.itemsize :][: prod(padded)].view(padded).narrow(TOKENS, 0, shape[TOKENS])
+            for shape, padded, start in zip(arranged.shapes, arranged.padded, arranged.starts, strict=True)
+        ]
 
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.receives:
-            return Done()
+            return Handle()
         flags, fabric, unseen = self.flags, self.pool.fabric, self.unseen
         pulls, nbytes = self._pulls(messages, into)
         self.unseen = [remote for remote in unseen if remote not in pulls]
@@ -403,9 +382,9 @@ def _copies(messages: list[Message], arranged: Arrangement, strides: Sequence[tu
             for (start, stop), (at, _) in zip(message.source, message.target, strict=True):
                 target = element * sum(outer) + at * pitch
                 source = arranged.starts[message.tensor] + (element * tokens + start) * width
-                if joined and (target, source) == (
-                    joined.target + joined.rows * pitch,
-                    joined.source + joined.rows * width,
+                if joined and (target - joined.target, source - joined.source) == (
+                    joined.rows * pitch,
+                    joined.rows * width,
                 ):
                     joined.rows += stop - start
                 else:
@@ -422,13 +401,15 @@ def _paired(copies: list[Copy], apart: Sequence[int]) -> list[Copy]:
     one allocation. apart: the bytes of each tensor from the one before, or 0."""
     paired: list[Copy] = []
     for x in sorted(copies, key=lambda x: (x.target, x.into)):
-        if paired and x.rows == paired[-1].rows == 1:
-            first = paired[-1]
-            same = (x.into, x.target, x.width) == (first.into + 1, first.target, first.width)
-            pitches = apart[x.into], x.source - first.source
-            if same and x.width <= min(pitches) and max(pitches) <= MOST_PITCH:
-                first.target_pitch, first.source_pitch = pitches
-                first.rows = 2
-                continue
-        paired.append(x)
+        first = paired[-1] if paired else x
+        pitches = apart[x.into], x.source - first.source
+        if (
+            x.rows == first.rows == 1
+            and (x.into, x.target, x.width) == (first.into + 1, first.target, first.width)
+            and x.width <= min(pitches)
+            and max(pitches) <= MOST_PITCH
+        ):
+            first.target_pitch, first.source_pitch, first.rows = *pitches, 2
+        else:
+            paired.append(x)
     return paired

@@ -13,8 +13,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -124,46 +124,43 @@ class Remote:
         )
 
 
-@dataclass(frozen=True)
-class Wait:
-    """What a stream or kernel waits for: by remote rank the word of the flag that it sets, and the action that it signals, as
-    in "to publish its kv"."""
-
-    flags: Mapping[int, int]
-    action: str
+Wait = tuple[Mapping[int, int], str]  # by remote rank the word of the flag that it sets; what this signals
 
 
+@dataclass(eq=False)
 class Watch:
     """The waits for flags in one memory. Each has a mark, which is set to WAITING before the wait and to IDLE after it. A mark
     in which the byte set at the last check is still set belongs to the same wait, because a new wait writes the whole word.
 
     marks: the words that may be marks. wait_of: the wait of a mark that is set."""
 
-    def __init__(self, memory: DeviceMemory, remote: Remote, marks: range, wait_of: Callable[[int], Wait]):
-        self.memory, self.remote, self.marks, self.wait_of = memory, remote, marks, wait_of
-        self.since: dict[int, float] = {}
-        self.failures = 0  # checks that failed in a row
+    memory: DeviceMemory
+    remote: Remote
+    marks: range
+    wait_of: Callable[[int], Wait]
+    since: Mapping[int, float] = field(default_factory=dict)
 
     def look(self, now: float) -> str | None:
         """Why the process has to end, or None."""
-        since, self.since = self.since, {}
+        before, since = self.since, dict[int, float]()
+        self.since = since
         words = self.memory.read(self.marks[0], self.marks[-1] - self.marks[0] + 1)[:: self.marks.step]
         for i in np.flatnonzero(words & 0xFF == WAITING)[:MOST_WAITS].tolist():
             mark = self.marks[i]
-            if words[i] != SEEN or mark not in since:
+            if words[i] != SEEN or mark not in before:
                 self.memory.see(mark)
-                self.since[mark] = now
+                since[mark] = now
                 continue
-            self.since[mark] = since[mark]
-            wait = self.wait_of(mark)
-            missing = self._missing(wait)
-            why = self.remote.overdue(missing, wait.action, now - since[mark]) if missing else None
-            if why and self._missing(wait) == missing and self.memory.read(mark, 1)[0] == SEEN:
+            since[mark] = before[mark]
+            flags, action = self.wait_of(mark)
+            missing = self._missing(flags)
+            why = self.remote.overdue(missing, action, now - since[mark]) if missing else None
+            if why and self._missing(flags) == missing and self.memory.read(mark, 1)[0] == SEEN:
                 return why
         return None
 
-    def _missing(self, wait: Wait) -> list[int]:
-        return [rank for rank, flag in wait.flags.items() if self.memory.read(flag, 1)[0] != 1]
+    def _missing(self, flags: Mapping[int, int]) -> list[int]:
+        return [rank for rank, flag in flags.items() if self.memory.read(flag, 1)[0] != 1]
 
 
 class DeviceMemory:
@@ -174,26 +171,23 @@ class DeviceMemory:
         self.words = words
         self.host = torch.ones(most + 1, dtype=torch.int32, pin_memory=True)  # the last stays 1
         self.stream = _side_stream(words.device.index)  # created now: later it could block on a wait that never ends
-        self._fetch = function("cuMemcpyDtoHAsync_v2", 4)
-        # a copy, because a kernel may have to wait for a multiprocessor
-        self._set = function("cuMemcpyHtoDAsync_v2", 4)
-        self._wait = function("cuStreamSynchronize", 1)
 
     def read(self, first: int, n: int) -> np.ndarray[Any, Any]:
-        self._run(self._fetch, self.host.data_ptr(), self.words.data_ptr() + 4 * first, 4 * n)
+        self._copy("cuMemcpyDtoHAsync_v2", self.host.data_ptr(), self.words.data_ptr() + 4 * first, 4 * n)
         return self.host[:n].numpy().copy()
 
     def see(self, mark: int) -> None:
         """Sets the second byte of that word to 1."""
-        self._run(self._set, self.words.data_ptr() + 4 * mark + 1, self.host[-1:].data_ptr(), 1)
+        # a copy, because a kernel may have to wait for a multiprocessor
+        self._copy("cuMemcpyHtoDAsync_v2", self.words.data_ptr() + 4 * mark + 1, self.host[-1:].data_ptr(), 1)
 
-    def _run(self, copy: Callable[..., None], target: int, source: int, size: int) -> None:
+    def _copy(self, name: str, *arguments: int) -> None:
         torch.cuda.set_device(self.words.device)  # of this thread
-        copy(target, source, size, self.stream)
-        self._wait(self.stream)
+        function(name, 4)(*arguments, self.stream)
+        function("cuStreamSynchronize", 1)(self.stream)
 
 
-@lru_cache(maxsize=64)
+@cache
 def _side_stream(index: int) -> int:
     """A stream of a device, created by the driver, because PyTorch's pooled streams may be shared."""
     stream, non_blocking = WORD(), 1
@@ -213,48 +207,35 @@ def end(why: str) -> None:
 FAILURES = 5  # failed checks in a row after which a watch is given up
 
 
-class Watchdog:
-    """One thread per process that checks every watch still in use. A check that fails is repeated; after several
-    failures in a row the watch is given up, with a message."""
+def start(watch: Watch, end: Callable[[str], None] = end, interval_s: float = INTERVAL_S) -> Watch:
+    """Checks the watch from a thread of its own, as long as it is in use. A check that fails is repeated; after several
+    failures in a row the watch is given up, with a message. Returns the watch."""
+    threading.Thread(target=_check, args=(weakref.ref(watch), end, interval_s), name="waits", daemon=True).start()
+    return watch
 
-    def __init__(self, end: Callable[[str], None] = end, interval_s: float = INTERVAL_S):
-        self.end, self.interval_s = end, interval_s
-        self.lock = threading.Lock()
-        self.watches: list[weakref.ref[Watch]] = []
-        self.thread: threading.Thread | None = None
 
-    def add(self, watch: Watch) -> None:
-        with self.lock:
-            self.watches = [x for x in self.watches if x() is not None] + [weakref.ref(watch)]
-            if self.thread is None or not self.thread.is_alive():
-                self.thread = threading.Thread(target=self._run, name="waits", daemon=True)
-                self.thread.start()
-
-    def _run(self) -> None:
-        if torch.cuda.is_available():  # this thread may call the driver while another captures a CUDA graph
-            relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-            function("cuThreadExchangeStreamCaptureMode", 1)(ctypes.addressof(relaxed))
-        while True:
-            time.sleep(self.interval_s)
-            for reference in self.watches:
-                self._look(reference())
-
-    def _look(self, watch: Watch | None) -> None:
-        if watch is None or watch.failures == FAILURES:
+def _check(reference: weakref.ref[Watch], end: Callable[[str], None], interval_s: float) -> None:
+    if torch.cuda.is_available():  # this thread may call the driver while another captures a CUDA graph
+        relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+        function("cuThreadExchangeStreamCaptureMode", 1)(ctypes.addressof(relaxed))
+    failures = 0
+    while True:
+        time.sleep(interval_s)
+        watch = reference()
+        if watch is None:
             return
         try:
             why = watch.look(time.monotonic())
-            watch.failures = 0
-        except Exception as error:  # the other watches must go on
-            watch.failures += 1
-            if watch.failures == FAILURES:
+            failures = 0
+        except Exception as error:
+            why = None
+            failures += 1
+            if failures == FAILURES:
                 with contextlib.suppress(OSError, ValueError):  # stderr is closed
                     sys.stderr.write(
                         f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
                     )
-            return
+                return
+        del watch
         if why is not None:
-            self.end(why)
-
-
-watchdog = Watchdog()
+            end(why)

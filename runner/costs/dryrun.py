@@ -31,7 +31,7 @@ from attention.masks.band import FULL, Band, Intervals
 from attention.profiling import NO_STEP
 from attention.tensors import empty_lse, result_like
 from attention.transports.collective import Collective
-from attention.transports.interface import Done, Handle, Message, Messages, Publication, Transport
+from attention.transports.interface import Handle, Message, Messages, Publication, Transport
 from attention.transports.symmetric import DEPTHS, arrange
 from attention.variants.base import Variant
 from runner.costs.topology import Pattern, Transfer
@@ -271,7 +271,7 @@ def _transport(log: _Log, problem: Problem, pulls: bool) -> Transport:
     return _Pulling(log, problem.ranks) if pulls else _Sending(log, problem.ranks)
 
 
-class _Transfer:
+class _Transfer(Handle):
     """Holds the tensors that move until it is waited for."""
 
     def __init__(self, log: _Log, event: Event, tensors: Sequence[Tensor], after: Callable[[], object] | None):
@@ -328,7 +328,7 @@ class _Sending(Collective):
 
 
 @dataclass
-class _Publication:
+class _Publication(Publication):
     """Records who sends what is pulled."""
 
     transport: _Sending
@@ -381,13 +381,13 @@ class _Pulling(_Sending):
 
 
 @dataclass
-class _Slot:
+class _Slot(Publication):
     transport: _Pulling
     what: str
 
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.receives:
-            return Done()
+            return Handle()
         queue = self.transport.queue
         queue.moved = sum(queue.sources.values())
         return queue.issue(None, into, self.what, step)

@@ -114,7 +114,7 @@ def _held(
     step()  # slots are made
     pools = [pool for by_device in symmetric._pools.values() for pool in by_device.values()]
     pools = [pool for pool in pools if isinstance(pool, symmetric.BufferPool)]
-    mapped = [x for pool in pools for ring in pool.rings.values() for x in ring.shared.by_rank]
+    mapped = [x for pool in pools for shared in pool.memory.values() for x in shared.by_rank]
     outside = {x.untyped_storage().data_ptr() for x in (*inputs, dout, *mapped)}
     live = Live(outside)
     with live:

@@ -55,12 +55,12 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
             assert "half-way in a capture" in str(error)
         else:
             raise AssertionError("the backward was to be captured")
-        left = [ring.filling for ring in launched.transport(me.device).pool.rings.values() if ring.filling]
-        assert left and all(each.captured for each in left), "no offer's room was taken"
+        left = launched.transport(me.device).pool.filling
+        assert left and all(each.captured for each in left.values()), "no offer's room was taken"
         for _ in range(3):
             found = passes(launched)
             differences += [rel(x, wanted) for wanted, x in zip(expected, found, strict=True)]
-        assert not any(ring.filling for ring in launched.transport(me.device).pool.rings.values())
+        assert not launched.transport(me.device).pool.filling
         captured = attention.make(name, kernel="flash2", transport="symm", replay="graphs")
     return max(me.gather(max(differences)))
 

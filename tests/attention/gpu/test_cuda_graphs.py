@@ -28,12 +28,12 @@ class Again(graphs._Graph):
 
     def _captured(self, run):
         def replay():
-            for (is_input, i), x in zip(self.found, run(*self.given), strict=True):
-                if not is_input:
-                    self.made[i].copy_(x)
+            for i, x in zip(self.positions, run(*self.inputs), strict=True):
+                if i >= len(self.inputs):
+                    self.made[i - len(self.inputs)].copy_(x)
 
         self.graph = type("Graph", (), {"replay": staticmethod(replay)})()
-        return run(*self.given)
+        return run(*self.inputs)
 
     def finish(self):
         Again.dropped += 1

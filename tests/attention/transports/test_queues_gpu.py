@@ -5,7 +5,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attention.gpu.cuda_driver import function
 from attention.transports.fabric import CudaFabric
 from attention.transports.queues import CudaQueue
 from tests.support.gpus import own_gpus
@@ -86,7 +85,6 @@ def test_a_flag_is_written_on_the_default_stream_of_the_flags_device():
     flag, x = torch.zeros(1, dtype=torch.int32, device=DEVICE), torch.zeros(1, device=DEVICE)
     fabric = object.__new__(CudaFabric)
     fabric.device, fabric.flags, fabric.remote = DEVICE, [0, flag.data_ptr()], SimpleNamespace(others=[1])
-    fabric._operate = function("cuStreamBatchMemOp_v2", 4)
     other = torch.cuda.Stream(DEVICE)
     torch.cuda.synchronize(DEVICE)
     with torch.cuda.device(0):

@@ -2,10 +2,10 @@
 
 import errno
 import os
+import queue
 import subprocess
 import sys
 import threading
-import time
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 
 from attention.geometry.mailbox import Mailbox
 from attention.transports.mailboxes import wait_of
-from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Remote, Wait, Watch, Watchdog, started
+from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Remote, Watch, start, started
 from tests.jobs import shared_memory
 
 LIMIT_S = 1.0
@@ -124,7 +124,7 @@ class Slow(Remote):
 @pytest.fixture
 def watched():
     words = Words(8)
-    waits = {1: Wait({1: 0, 2: 2}, "to publish its kv")}
+    waits = {1: ({1: 0, 2: 2}, "to publish its kv")}
     return words, Watch(words, Slow(), range(1, 8, 2), waits.__getitem__)
 
 
@@ -179,34 +179,34 @@ def test_a_kernel_that_waits_for_too_long_is_told_for_which_ranks():
     )
 
 
-def test_the_watchdog_looks_at_what_is_still_held(watched):
-    memory, watch = watched
-    memory.words[1] = WAITING
-    Slow._timeout, before = timedelta(0), Slow._timeout
-    told = []
-    ended = threading.Event()
-    try:
-        watchdog = Watchdog(lambda why: (told.append(why), ended.set()), interval_s=0.01)
-        watchdog.add(Watch(memory, Slow(), watch.marks, watch.wait_of))  # which nobody holds
-        watchdog.add(watch)
-        assert ended.wait(SOON_S)
-    finally:
-        Slow._timeout = before
-    assert "for rank 5, 6 to publish its kv" in told[0]
-    assert [reference() for reference in watchdog.watches] == [watch]
+def thread_of(watch, end):
+    start(watch, end, interval_s=0.01)
+    return threading.enumerate()[-1]
 
 
-def test_a_look_that_fails_ends_no_watch_over_others_and_is_given_up_after_some(watched, capfd):
+def test_a_watch_is_checked_until_nobody_holds_it(watched, monkeypatch):
     memory, watch = watched
-    failing = Watch(None, Slow(), watch.marks, watch.wait_of)
-    watchdog = Watchdog(lambda why: None, interval_s=0.01)
-    watchdog.add(failing)
-    watchdog.add(watch)
     memory.words[1] = WAITING
-    before = time.monotonic()
-    while failing.failures < FAILURES and time.monotonic() < before + SOON_S:
-        time.sleep(0.01)
-    assert memory.words[1] == SEEN and watch.failures == 0
-    time.sleep(0.1)
-    assert failing.failures == FAILURES
-    assert "waits are no longer watched ('NoneType'" in capfd.readouterr().err
+    monkeypatch.setattr(Slow, "_timeout", timedelta(0))
+    reasons = queue.Queue()
+    mine = Watch(memory, Slow(), watch.marks, watch.wait_of)
+    thread = thread_of(mine, reasons.put)
+    assert "for rank 5, 6 to publish its kv" in reasons.get(timeout=SOON_S)
+    del mine
+    thread.join(SOON_S)
+    assert not thread.is_alive()
+
+
+def test_a_watch_whose_checks_fail_is_given_up_after_some(watched, capfd):
+    _, watch = watched
+    looks = []
+
+    class Failing(Watch):
+        def look(self, now):
+            looks.append(now)
+            raise ZeroDivisionError("the driver fails")
+
+    failing = Failing(None, Slow(), watch.marks, watch.wait_of)
+    thread_of(failing, None).join(SOON_S)
+    assert len(looks) == FAILURES
+    assert "waits are no longer watched (the driver fails)" in capfd.readouterr().err
