@@ -7,13 +7,11 @@ Python."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 
-from attention.geometry.transfers import Intervals
-from attention.masks.band import Interval
+from attention.masks.band import Interval, Intervals
 from attention.memo import MOST_PARTS, memo
 
 FEW = 8  # up to this number, sweeps of one kind are cheaper one by one, without copies
@@ -21,48 +19,17 @@ FEW = 8  # up to this number, sweeps of one kind are cheaper one by one, without
 
 @dataclass(frozen=True)
 class Sweep:
-    """One sweep over the tokens `[start, stop)` of the result.
+    """One sweep over the tokens `rows` of the result.
 
-    at: where these tokens start in the current part.
+    at: where these tokens lie in the current part.
     first, last: whether the current part is the first or the last one of these tokens.
-    kept: (number of the kept part, start of these tokens in it), if these tokens have one earlier part, which was kept."""
-
-    start: int
-    stop: int
-    at: int
-    first: bool
-    last: bool
-    kept: tuple[int, int] | None = None
-
-    def continues(self, before: Sweep) -> bool:
-        """Whether one sweep can do both this sweep and `before`, the sweep of the preceding tokens."""
-        n = before.stop - before.start
-        kept = before.kept and (before.kept[0], before.kept[1] + n)
-        return (self.start, self.at, self.first, self.last, self.kept) == (
-            before.stop, before.at + n, before.first, before.last, kept,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Bundle:
-    """Sweeps of one kind, done together. rows: the tokens of the result. at: their places in the current part. kept: (number
-    of the kept part, their places in it)."""
+    kept: (number of the kept part, where these tokens lie in it), if they have one earlier part, which was kept."""
 
     rows: Intervals
     at: Intervals
     first: bool
     last: bool
-    kept: tuple[int, Intervals] | None
-
-    @staticmethod
-    def of(alike: Sequence[Sweep]) -> Bundle:
-        sizes = [x.stop - x.start for x in alike]
-        kept = None
-        if alike[0].kept:
-            places = [x.kept[1] for x in alike if x.kept]
-            kept = alike[0].kept[0], tuple((a, a + n) for a, n in zip(places, sizes, strict=True))
-        at = tuple((x.at, x.at + n) for x, n in zip(alike, sizes, strict=True))
-        return Bundle(tuple((x.start, x.stop) for x in alike), at, alike[0].first, alike[0].last, kept)
+    kept: tuple[int, Intervals] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,80 +45,49 @@ class MergePlan:
     running: Interval
     bare: Intervals
 
-    @cached_property
-    def bundles(self) -> tuple[tuple[Bundle, ...], ...]:
-        """The sweeps of each part, with many of one kind as one."""
-        return tuple(map(_bundled, self.of))
 
-
-@memo(lambda found, *_: 1 + sum(map(len, found.of)), subjects=MOST_PARTS)
+@memo(lambda plan, *_: 1 + sum(map(len, plan.of)), subjects=MOST_PARTS)
 def merge_plan(n: int, parts: tuple[Intervals, ...]) -> MergePlan:
     """The plan for a result of `n` tokens. A part holds the tokens of its disjoint intervals, side by side."""
-    segments, left = _segments(n, parts)
-    number_of = {start: i for i, (start, _) in enumerate(segments)}
-    running = _span(segments, left)
-    bare = tuple(segment for segment, count in zip(segments, left, strict=True) if count == 0)
-    seen: list[tuple[int, int] | None] = [None] * len(segments)  # the first part, and where the segment starts in it
-    combined = [False] * len(segments)
-    found = []
-    until = list(range(len(parts)))
-    for number, intervals in enumerate(parts):
-        mine: list[Sweep] = []
-        at = 0
-        for interval in intervals:
-            for i in _within((interval,), number_of, n):
-                start, stop = segments[i]
-                left[i] -= 1
-                kept = None if combined[i] else seen[i]
-                one = Sweep(start, stop, at, seen[i] is None, left[i] == 0, kept)
-                if kept is not None:
-                    until[kept[0]], combined[i] = number, True
-                if seen[i] is None:
-                    seen[i] = (number, at)
-                at += stop - start
-                if mine and one.continues(mine[-1]):
-                    before = mine.pop()
-                    one = Sweep(before.start, stop, before.at, before.first, before.last, before.kept)
-                mine.append(one)
-        found.append(tuple(mine))
-    return MergePlan(n, parts[:1] == (((0, n),),), tuple(found), tuple(until), running, bare)
-
-
-def running_span(n: int, parts: Sequence[Intervals]) -> Interval:
-    """`running` of the merge plan, without the plan."""
-    return _span(*_segments(n, parts))
-
-
-def _span(segments: list[Interval], counts: list[int]) -> Interval:
-    several = [segment for segment, count in zip(segments, counts, strict=True) if count > 2]
-    return (several[0][0], several[-1][1]) if several else (0, 0)
-
-
-def _segments(n: int, parts: Sequence[Intervals]) -> tuple[list[Interval], list[int]]:
-    """The tokens, cut wherever a part begins or ends, and the number of parts of each segment. Most parts are alike."""
-    alike = Counter(parts)
-    cuts = sorted({0, n, *(edge for intervals in alike for interval in intervals for edge in interval)})
-    segments = list(pairwise(cuts))
-    number_of = {start: i for i, (start, _) in enumerate(segments)}
-    counts = [0] * len(segments)
+    alike = Counter(parts)  # most are
+    # the tokens are cut into segments wherever a part begins or ends
+    edges = sorted({0, n, *(edge for intervals in alike for interval in intervals for edge in interval)})
+    number_of = {edge: i for i, edge in enumerate(edges)}
+    left = [0] * (len(edges) - 1)  # the parts that are still to come of each segment
     for intervals, times in alike.items():
-        for i in _within(intervals, number_of, n):
-            counts[i] += times
-    return segments, counts
+        for start, stop in intervals:
+            for i in range(number_of[start], number_of[stop]):
+                left[i] += times
+    several = [i for i, count in enumerate(left) if count > 2]
+    running = (edges[several[0]], edges[several[-1] + 1]) if several else (0, 0)
+    bare = tuple(segment for segment, count in zip(pairwise(edges), left, strict=True) if not count)
+    # of each segment its only part so far, and where it lies there: None before the first part, empty once it is combined
+    kept: list[tuple[int, int] | tuple[()] | None] = [None] * len(left)
+    until, sweeps = list(range(len(parts))), []
+    for number, intervals in enumerate(parts):
+        by_kind: dict[tuple[bool, bool, int | None], list[Sequence[int]]] = {}
+        at = 0
+        for first, after in intervals:
+            for i in range(number_of[first], number_of[after]):
+                before, size = kept[i], edges[i + 1] - edges[i]
+                left[i] -= 1
+                one, place = before or (None, at)
+                if one is not None:
+                    until[one] = number
+                kept[i] = (number, at) if before is None else ()
+                spans = by_kind.setdefault((before is None, left[i] == 0, one), [])
+                span = (edges[i], at, place)
+                if spans and tuple(x + spans[-1][3] for x in spans[-1][:3]) == span:
+                    spans[-1] = (*spans[-1][:3], spans[-1][3] + size)
+                else:
+                    spans.append((*span, size))
+                at += size
+        sweeps.append(tuple(sweep for kind, spans in by_kind.items() for sweep in _sweeps(*kind, spans)))
+    return MergePlan(n, parts[:1] == (((0, n),),), tuple(sweeps), tuple(until), running, bare)
 
 
-def _bundled(mine: tuple[Sweep, ...]) -> tuple[Bundle, ...]:
-    alike: dict[tuple[bool, bool, int | None], list[Sweep]] = {}
-    for each in mine:
-        alike.setdefault((each.first, each.last, each.kept and each.kept[0]), []).append(each)
-    found: list[Bundle] = []
-    for several in alike.values():
-        found += [Bundle.of(several)] if len(several) > FEW else [Bundle.of([each]) for each in several]
-    return tuple(found)
-
-
-def _within(intervals: Intervals, number_of: dict[int, int], n: int) -> Iterable[int]:
-    """The numbers of the segments that make up the intervals."""
-    for start, stop in intervals:
-        if start < stop:
-            yield from range(number_of[start], number_of[stop] if stop < n else len(number_of))
+def _sweeps(first: bool, last: bool, kept: int | None, spans: list[Sequence[int]]) -> Iterator[Sweep]:
+    """Sweeps of one kind over spans (start in the result, in the part, in the kept part, tokens)."""
+    for together in [spans] if len(spans) > FEW else [[span] for span in spans]:
+        rows, at, places = (tuple((span[i], span[i] + span[3]) for span in together) for i in range(3))
+        yield Sweep(rows, at, first, last, None if kept is None else (kept, places))

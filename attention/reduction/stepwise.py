@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.merge_plan import Bundle, MergePlan, merge_plan
+from attention.geometry.merge_plan import MergePlan, Sweep, merge_plan
 from attention.geometry.transfers import Intervals
 from attention.tensors import FEW, put_, take, tokens
 
@@ -49,7 +49,7 @@ class Stepwise:
         if self.outs is None and plan.whole and self._may_be_results(part):
             self.outs = part
         outs = self._started()
-        for each in plan.bundles[number]:
+        for each in plan.of[number]:
             if not each.first:
                 self._combine(each, part, outs)
             elif each.last and part is not outs:
@@ -68,7 +68,7 @@ class Stepwise:
                 return False
         return True
 
-    def _combine(self, each: Bundle, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def _combine(self, each: Sweep, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         before, targets, places = [], [], []
         for i, (out, dim) in enumerate(zip(outs, self.dims, strict=True)):
             first, at = (self.kept[each.kept[0]][i], each.kept[1]) if each.kept else self._partial(i, out, each.rows)

@@ -8,25 +8,25 @@ import pytest
 from attention.geometry.merge_plan import Sweep, merge_plan
 
 
+def tokens_of(intervals):
+    return [t for start, stop in intervals for t in range(start, stop)]
+
+
 def follow(n, parts):
     """The parts of every token, in the order in which the passes combine them."""
     plan = merge_plan(n, parts)
     running, final = [None] * n, [None] * n
     kept = {}
     for number, (intervals, mine) in enumerate(zip(parts, plan.of, strict=True)):
-        tokens = [t for start, stop in intervals for t in range(start, stop)]
-        assert [t for p in mine for t in range(p.start, p.stop)] == tokens
+        tokens = tokens_of(intervals)
+        assert sorted(t for p in mine for t in tokens_of(p.rows)) == sorted(tokens)
         kept[number] = [[number]] * len(tokens)
         for p in mine:
-            for i, t in enumerate(range(p.start, p.stop)):
-                assert tokens[p.at + i] == t
-                if p.first:
-                    assert p.kept is None
-                    before = []
-                elif p.kept:
-                    before = kept[p.kept[0]][p.kept[1] + i]
-                else:
-                    before = running[t]
+            assert not (p.first and p.kept)
+            places = tokens_of(p.kept[1]) if p.kept else [None] * n
+            for t, at, place in zip(tokens_of(p.rows), tokens_of(p.at), places, strict=False):
+                assert tokens[at] == t
+                before = [] if p.first else kept[p.kept[0]][place] if p.kept else running[t]
                 if p.last:
                     assert final[t] is None
                     final[t] = [*before, number]
@@ -35,10 +35,9 @@ def follow(n, parts):
                     running[t] = [*before, number]
         kept = {i: x for i, x in kept.items() if plan.until[i] > number}
     assert not kept
-    for start, stop in plan.bare:
-        for t in range(start, stop):
-            assert final[t] is None
-            final[t] = []
+    for t in tokens_of(plan.bare):
+        assert final[t] is None
+        final[t] = []
     return final
 
 
@@ -60,11 +59,12 @@ def test_a_zigzag_ring_makes_one_pass_a_part_where_it_can():
     whole, late = ((0, 8),), ((4, 8),)
     # rank 0 of 2: the early half has one part, which stays where it is
     assert merge_plan(8, (whole, late)).of == (
-        (Sweep(0, 4, 0, True, True), Sweep(4, 8, 4, True, False)),
-        (Sweep(4, 8, 0, False, True, (0, 4)),),
+        (Sweep(((0, 4),), ((0, 4),), True, True), Sweep(late, late, True, False)),
+        (Sweep(late, ((0, 4),), False, True, (0, late)),),
     )
     # rank 1 of 2: all queries have two
-    assert merge_plan(8, (whole, whole)).of == ((Sweep(0, 8, 0, True, False),), (Sweep(0, 8, 0, False, True, (0, 0)),))
+    first, last = Sweep(whole, whole, True, False), Sweep(whole, whole, False, True, (0, whole))
+    assert merge_plan(8, (whole, whole)).of == ((first,), (last,))
     assert merge_plan(8, (whole, whole)).running == (0, 0)
     # rank 0 of 4: only the late half is ever wide
     plan = merge_plan(8, (whole, late, late, late))
