@@ -18,11 +18,10 @@ from attention.executors.plan import Plan, PlannedStep, part_plan, plan_steps, r
 from attention.geometry.layouts import CuSeqlens, sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem, Subproblem, masks
-from attention.geometry.transfers import Intervals
 from attention.kernels import Call, Kernel
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
-from attention.masks.band import FULL, Band
+from attention.masks.band import FULL, Band, Intervals
 from attention.masks.mask import Mask
 from attention.masks.padded import Padded
 from attention.masks.pattern import Pattern

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.transfers import side_by_side
+from attention.geometry.intervals import side_by_side
 from attention.gpu.uploads import held, uploaded
 from attention.masks.band import Interval
 

@@ -40,9 +40,7 @@ def planned(problem: Problem, rank: int) -> None:
     if found[-1].owner == SEQUENCE:
         transfers.gather_move(problem, rank)
     if problem.layout != problem.q_layout and not problem.q_layout.replicated:
-        border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
-        transfers.move(border, inner, rank)
-        transfers.move(inner, border, rank)
+        transfers.query_move(problem, rank)
 
 
 def milliseconds(v: Variant[Any], world: int, cu_seqlens: CuSeqlens, mask: Band, times: int = 5) -> float:

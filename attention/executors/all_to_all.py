@@ -17,8 +17,8 @@ from attention.executors.head_groups import cut_heads
 from attention.executors.keys import Arriving
 from attention.executors.plan import Plan
 from attention.executors.policy import exchange_parts
-from attention.geometry.transfers import Intervals
 from attention.kernels.interface import Grads
+from attention.masks.band import Intervals
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
 from attention.reduction.sinks import SAVED

@@ -20,11 +20,11 @@ from attention.executors.gradients import GradReturn
 from attention.executors.head_groups import HeadGroup, head_groups
 from attention.executors.keys import Arriving, KeyPair, LocalKeys
 from attention.executors.plan import LocalCall, Plan
-from attention.geometry.schedules import length
-from attention.geometry.transfers import Intervals, needed_keys, overlaps, side_by_side
+from attention.geometry.intervals import length, side_by_side
+from attention.geometry.transfers import gathered
 from attention.gpu.priority_stream import PriorityStream
 from attention.kernels.interface import Grads, Triple
-from attention.masks.band import Interval
+from attention.masks.band import Interval, Intervals
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all, sum_parts
 from attention.reduction.lse_merge import merge
@@ -219,9 +219,8 @@ def _places(plan: Plan) -> list[Sequence[tuple[Interval, Interval]]]:
     """For each rank, where its keys lie in its shard and among the gathered ones."""
     places = plan.derived.get("gathered")
     if places is None:
-        problem = plan.problem
-        needs, shards = needed_keys(problem, plan.rank), problem.layout.shards(problem.cu_seqlens, problem.world)
-        places = plan.derived["gathered"] = [overlaps(shard, needs) for shard in shards]
+        both = gathered(plan.problem, plan.rank)
+        places = plan.derived["gathered"] = [tuple(zip(*intervals, strict=True)) for intervals in both]
     return places  # type: ignore[no-any-return]
 
 

@@ -6,8 +6,9 @@ from contextlib import closing
 
 from attention.executors.keys import KeyPair
 from attention.executors.plan import Plan
-from attention.geometry.schedules import length
-from attention.geometry.transfers import Intervals, Route
+from attention.geometry.intervals import length
+from attention.geometry.transfers import Route
+from attention.masks.band import Intervals
 from attention.tensors import empty_pair
 from attention.transports import Handle, Publication
 

@@ -8,10 +8,9 @@ from torch import Tensor
 from attention.errors import UnsupportedCall
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.options import GatherOptions, Options
-from attention.geometry.transfers import Intervals
 from attention.kernels import KERNELS, Shape, refusal
 from attention.kernels.interface import Pair
-from attention.masks.band import FULL
+from attention.masks.band import FULL, Intervals
 from attention.tensors import put_, take
 
 

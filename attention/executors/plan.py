@@ -13,26 +13,15 @@ from torch import Tensor
 
 from attention.executors import Executor, executor
 from attention.executors.policy import local_kv_apart
-from attention.geometry import decodes
-from attention.geometry.layouts import CuSeqlens, Shard, sizes_of
-from attention.geometry.schedules import Problem, Step, Subproblem, length, most_keys, steps
-from attention.geometry.transfers import (
-    Intervals,
-    Move,
-    Piece,
-    Route,
-    gather_move,
-    joined,
-    key_places,
-    move,
-    packed_together,
-    side_by_side,
-    step_routes,
-)
+from attention.geometry.intervals import joined, length, side_by_side
+from attention.geometry.layouts import CuSeqlens, sizes_of
+from attention.geometry.schedules import Block, Problem, Step, Subproblem, steps
+from attention.geometry.transfers import Move, Route, gather_move, query_move, step_routes
 from attention.gpu.priority_stream import Inline, PriorityStream
 from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel
 from attention.kernels.interface import KvLengths
+from attention.masks.band import Intervals
 from attention.masks.pattern import Pattern
 from attention.transports import Message, Messages, Transport
 
@@ -123,20 +112,12 @@ class Plan:
     @cached_property
     def to_compute(self) -> Move:
         """Moves queries from the shards' layout to the layout for computing (`q_layout`)."""
-        border, inner = self._layouts
-        return move(border, inner, self.rank)
+        return query_move(self.problem, self.rank)
 
     @cached_property
     def to_border(self) -> Move:
         """Moves queries back to the shards' layout."""
-        border, inner = self._layouts
-        return move(inner, border, self.rank)
-
-    @property
-    def _layouts(self) -> tuple[tuple[Shard, ...], tuple[Shard, ...]]:
-        problem = self.problem
-        border, inner = (x.shards(problem.cu_seqlens, problem.world) for x in (problem.layout, problem.q_layout))
-        return border, inner
+        return self.to_compute.reversed()
 
     def priority_stream(self, parts: int = 1) -> PriorityStream:
         """The streams of a backward that computes the heads in `parts` groups, one after another."""
@@ -174,7 +155,7 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     """The steps of one rank, from its own steps and those of the ranks that read its keys. like: a call with the settings
     that all calls share."""
     planned = []
-    most, routes = most_keys(problem), step_routes(problem, rank)
+    most, routes = problem.schedule.most_keys(problem), step_routes(problem, rank)
     known: dict[int, tuple[LocalCall, ...]] = {}  # most steps of a ring share their blocks
     for i, step in enumerate(steps(problem, rank)):
         alike = id(step.blocks)
@@ -199,33 +180,25 @@ def part_plan(plan: Plan, part: Subproblem, kernel: Kernel, steps: tuple[Planned
 
 
 def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, device: torch.device) -> Plan:
-    """A decode's plan for another number of keys: the steps that `plan_steps` would give, without building the schedule.
-    like: as in `plan_steps`. lengths: as in `Plan`."""
-    problem, ends = replace(plan.problem, cu_seqlens=cu_seqlens), _ends(lengths, cu_seqlens[-1])
-    world, most = problem.world, decodes.most_seen(problem, ends) if len(plan.steps) > 1 else 0
-    mine, changed = decodes.block(problem, plan.rank, ends), []
+    """A decode's plan for another number of keys. like: as in `plan_steps`. lengths: as in `Plan`."""
+    problem = replace(plan.problem, cu_seqlens=cu_seqlens, ends=_ends(lengths, cu_seqlens[-1]))
+    planned = plan_steps(problem, plan.rank, like, False, device)
     tensor = _tensor(lengths, device if "kv_lengths" in plan.kernel.features else torch.device("cpu"))
-    for i, step in enumerate(plan.steps):
-        remote = step.owner != plan.rank
-        block = decodes.block(problem, step.owner, ends) if remote else mine
-        sends = (Piece((plan.rank + i) % world, (mine.k,), side_by_side((mine.k,))),) if remote and mine else ()
-        if block is None:
-            changed.append(PlannedStep(step.owner, (), 0, (), Route(sends, ()), most if remote else 0))
-            continue
-        keys, call = (block.k,), like.under(block.mask)
-        if tensor is not None:
-            call = replace(
-                call, lengths=KvLengths(tensor, decodes.first_key(problem, step.owner) + block.k[0], cu_seqlens[-1])
-            )
-        receives = (Piece(step.owner, keys, side_by_side(keys)),) if remote else ()
-        local = LocalCall((block.q,), side_by_side(keys) if remote else keys, call)
-        changed.append(
-            PlannedStep(step.owner, keys, length(keys), (local,), Route(sends, receives), most if remote else 0)
-        )
-    return replace(plan, problem=problem, steps=tuple(changed), lengths=lengths)
+    if tensor is not None:
+        planned = tuple(_of_lengths(step, problem, tensor) for step in planned)
+    return replace(plan, problem=problem, steps=planned, lengths=lengths)
 
 
-def _ends(lengths: KeyLengths, total: int) -> decodes.Ends | None:
+def _of_lengths(step: PlannedStep, problem: Problem, lengths: Tensor) -> PlannedStep:
+    """A decode's step whose call reads the number of keys of each batch element."""
+    if not step.calls:
+        return step
+    (each,), ((first, _),), (shard,) = step.calls, step.keys, problem.shards[step.owner]
+    call = replace(each.call, lengths=KvLengths(lengths, shard.start + first, problem.cu_seqlens[-1]))
+    return replace(step, calls=(replace(each, call=call),))
+
+
+def _ends(lengths: KeyLengths, total: int) -> tuple[int, int] | None:
     if lengths is None:
         return None
     if isinstance(lengths, Tensor):  # only the device knows them
@@ -250,11 +223,13 @@ def _calls(step: Step, like: Call, packed: bool, device: torch.device) -> Iterat
     """Under a pattern, or in a dense batch: one call for each block. In a packed batch: one call over all sequences for all
     blocks with the same mask and group."""
     if not packed or any(isinstance(block.mask, Pattern) for block in step.blocks):
-        yield from (LocalCall((b.q,), key_places(step, b), like.under(b.mask)) for b in step.blocks)
+        yield from (LocalCall((b.q,), step.where([b.k]), like.under(b.mask)) for b in step.blocks)
         return
-    for (mask, _), together in packed_together(step.blocks).items():
+    alike: dict[tuple[Any, int], list[Block]] = {}
+    for block in step.blocks:
+        alike.setdefault((block.mask, block.group), []).append(block)
+    for (mask, _), together in alike.items():
         q_lengths = [block.q[1] - block.q[0] for block in together]
         k_lengths = [block.k[1] - block.k[0] for block in together]
         call = like.of_packed(mask, q_lengths, k_lengths, device)
-        keys = joined(x for block in together for x in key_places(step, block))
-        yield LocalCall(joined(block.q for block in together), keys, call)
+        yield LocalCall(joined(block.q for block in together), step.where(block.k for block in together), call)

@@ -20,12 +20,12 @@ from attention.executors.head_groups import HeadGroup, head_groups
 from attention.executors.keys import Arriving, KeyPair, LocalKeys
 from attention.executors.plan import LocalCall, Plan
 from attention.executors.policy import ring_parts
+from attention.geometry.intervals import length
 from attention.geometry.layouts import largest
 from attention.geometry.merge_plan import MergePlan, merge_plan
-from attention.geometry.schedules import length
-from attention.geometry.transfers import Intervals
 from attention.gpu.priority_stream import PriorityStream
 from attention.kernels.interface import Grads, Triple
+from attention.masks.band import Intervals
 from attention.profiling import phase
 from attention.reduction.grad_sum import Sum
 from attention.reduction.lse_merge import Accumulator

@@ -1,13 +1,16 @@
-"""What is counted on a problem and its schedule, whichever executor runs it: pairs, FLOPs and the bytes that kernels move. Pure
-Python."""
+"""What is counted on a problem and its schedule, whichever executor runs it: pairs, FLOPs and the bytes that kernels move. Without
+torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+import numpy as np
+
+from attention.geometry.intervals import length, union
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.schedules import Problem, Subproblem, length, rank_pairs, steps, union
+from attention.geometry.schedules import Problem, Subproblem, rank_pairs, steps
 from attention.masks.band import Band
 
 ALL_PLACES = 8  # a world with more places in the schedule is sampled
@@ -101,23 +104,20 @@ def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:
 
 def sampled_places(problem: Problem) -> list[int]:
     """All places in the schedule, or in a large world a few spread over it. Both ends are among them, where the busiest ranks lie."""
-    if problem.world <= ALL_PLACES:
-        return list(range(problem.world))
-    return [i * (problem.world - 1) // (SAMPLED - 1) for i in range(SAMPLED)]
-
-
-def local_kv_heads(problem: Problem, shapes: Shapes) -> int:
-    """KV heads of a rank while it computes: its share, or one that several ranks have."""
-    return max(1, shapes.kv_heads // problem.ulysses)
+    n = problem.world if problem.world <= ALL_PLACES else SAMPLED
+    return [i * (problem.world - 1) // max(n - 1, 1) for i in range(n)]
 
 
 def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) -> int:
     """The fewest bytes of device memory that a rank's kernels move: each block's inputs and outputs once."""
     total = 0
     for part, of in parts(problem, shapes):
+        kv_heads = max(1, of.kv_heads // problem.ulysses)  # its share, or one that several ranks have
         for step in steps(part.problem, rank // problem.ulysses % part.problem.world):
-            q_rows = sum(b.q[1] - b.q[0] for b in step.blocks) * of.heads // problem.ulysses
-            kv_rows = length(union(b.k for b in step.blocks)) * local_kv_heads(problem, of)
+            start, stop = np.array([block.k for block in step.blocks], np.int64).reshape(-1, 2).T
+            seen = union(start, stop, np.zeros_like(start))
+            q_rows = sum(block.q[1] - block.q[0] for block in step.blocks) * of.heads // problem.ulysses
+            kv_rows = int((seen[:, 1] - seen[:, 0]).sum()) * kv_heads
             # forward reads q, k, v and writes out; backward reads q, k, v, out, dout and writes dq, dk, dv
             size = of.batch * (of.head_dim + of.v_head_dim) * of.itemsize
             total += (q_rows + kv_rows) * size * (2 if backward else 1)
@@ -127,8 +127,7 @@ def kernel_bytes(problem: Problem, shapes: Shapes, rank: int, backward: bool) ->
 def kv_bytes_read(problem: Problem, shapes: Shapes, rank: int, grouping: str) -> int:
     """Bytes of keys and values that the kernels of a gather's forward read: a prefix once for each query chunk that attends it, or
     with grouping=fused once for all of them."""
-    if grouping == "fused":
-        tokens = sum(length(step.keys) for step in steps(problem, rank))
-    else:
-        tokens = sum(block.k[1] - block.k[0] for step in steps(problem, rank) for block in step.blocks)
-    return tokens * shapes.kv_token
+    read = [
+        step.keys if grouping == "fused" else tuple(block.k for block in step.blocks) for step in steps(problem, rank)
+    ]
+    return sum(map(length, read)) * shapes.kv_token

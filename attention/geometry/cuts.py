@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from attention.geometry.intervals import Column, union
 from attention.geometry.layouts import Chunks, CuSeqlens, Layout, Shard
-from attention.masks.band import Band, Intervals
-from attention.masks.mask import built
-from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Rectangles, pairs
-from attention.memo import memo
+from attention.masks.band import Band
+from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Rectangles, pairs, rectangle
 
-if TYPE_CHECKING:
-    from attention.geometry.schedules import Problem
-
-Column = NDArray[np.int64]
-Rows = NDArray[np.int64]  # [n, ...]
-Cut = NDArray[np.int64]  # [8, n]: q0 q1 k0 k1 lo hi in local positions, the buffer of the keys, the mask's rectangle
+Cut = NDArray[np.int64]  # [8, n]: q0 q1 k0 k1 lo hi in local positions, the buffer, the mask's rectangle
 BUFFER, SOURCE = 6, 7
 
 
@@ -33,7 +26,7 @@ BUFFER, SOURCE = 6, 7
 class Places:
     """`[n]` each, sorted by the residue of the start, then by the start; no token is in two places of one `of`.
 
-    of: the shard or buffer in which the tokens lie."""
+    of: the number of the shard or buffer in which the tokens lie."""
 
     start: Column
     stop: Column
@@ -64,28 +57,26 @@ class Places:
         """of: the number of the shard."""
         step = max((r.step for shard in shards for r in shard if len(r) > 1), default=1)
         rows = [(r.start, r.stop if r.step == step else r.start + 1, len(r)) for shard in shards for r in shard]
-        start, stop, many = np.array(rows, np.int64).reshape(-1, 3).T
+        start, stop, lengths = np.array(rows, np.int64).reshape(-1, 3).T
         of = np.repeat(np.arange(len(shards)), [len(shard) for shard in shards])
-        stop = np.where(many > 0, stop, start)
-        at = np.cumsum(many) - many
-        at -= at[np.searchsorted(of, of)]
-        return Places.sorted(start, stop, at, of, step)
+        return Places.sorted(start, np.where(lengths > 0, stop, start), _before(lengths, of), of, step)
 
-    def where(self, kept: NDArray[np.bool_]) -> Places:
+    @staticmethod
+    def side_by_side(rows: NDArray[np.int64]) -> Places:
+        """The tokens of rows (start, stop, buffer), one row after another in each buffer. Rows and places are sorted by buffer."""
+        start, stop, of = rows.T
+        return Places(start, stop, _before(stop - start, of), of)
+
+    def where(self, kept: NDArray[Any]) -> Places:
         return Places(self.start[kept], self.stop[kept], self.at[kept], self.of[kept], self.step)
 
     def only(self, of: int) -> Places:
-        return self.where(self.of == of)
+        """Those of one shard or buffer, which becomes number 0."""
+        return self.where(self.of == of).numbered(0)
 
     def numbered(self, of: Column | int) -> Places:
         """With other numbers of shards or buffers."""
         return replace(self, of=np.broadcast_to(np.asarray(of, np.int64), self.of.shape))
-
-    def beside(self, other: Places) -> Places:
-        """These places and those of other buffers."""
-        columns = ((self.start, other.start), (self.stop, other.stop), (self.at, other.at), (self.of, other.of))
-        start, stop, at, of = (np.concatenate(both) for both in columns)
-        return Places.sorted(start, stop, at, of, self.step)
 
     def meeting(self, low: Column, high: Column) -> tuple[Column, Column]:
         """All pairs (row, place) in which the tokens `[low, high)` of the row overlap with the place."""
@@ -117,8 +108,14 @@ class Places:
         return -(-(self.stop - self.start) // self.step)
 
 
-@memo(lambda found, *_: len(found.start), 1 << 20)
-def layout_places(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Places:
+def _before(lengths: Column, of: Column) -> Column:
+    """The tokens before each row in its buffer. of: the buffers, ascending."""
+    before = np.cumsum(lengths) - lengths
+    return before - before[np.searchsorted(of, of)]
+
+
+def places_of(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Places:
+    """Where each rank holds the tokens of the sequence."""
     layout.check(cu_seqlens, world)
     if isinstance(layout.split, Chunks) and layout.inner == 1:
         whole = cu_seqlens if layout.per_sequence else (0, cu_seqlens[-1])
@@ -126,123 +123,45 @@ def layout_places(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Places:
     return Places.of_shards(layout.shards(cu_seqlens, world))
 
 
-def key_places(problem: Problem) -> Places:
-    return layout_places(problem.layout, problem.cu_seqlens, problem.world)
-
-
-def query_places(problem: Problem, rank: int | None = None) -> Places:
-    """Of one rank, or of all."""
-    found = layout_places(problem.q_layout, problem.cu_seqlens, problem.world)
-    return found if rank is None else found.only(rank)
-
-
-def mask_rows(problem: Problem) -> Rectangles:
-    """The mask's rectangles over all positions."""
-    if not isinstance(problem.form, Band):
-        return problem.form.rectangles(problem.cu_seqlens[-1])
-    return _band_rows(problem.form, problem.cu_seqlens)
-
-
-def _band_rows(band: Band, cu_seqlens: CuSeqlens) -> Rectangles:
-    cu = np.array(cu_seqlens, np.int64)
+def band_rows(band: Band, cu_seqlens: CuSeqlens) -> Rectangles:
+    """A band within every sequence, with bounds also where they cut nothing."""
+    cu = np.array(cu_seqlens, np.int64)[:, None]
     x = np.empty((len(cu) - 1, 6), np.int64)
-    x[:, Q0] = x[:, K0] = cu[:-1]
-    x[:, Q1] = x[:, K1] = cu[1:]
-    x[:, LO] = -band.left if band.left >= 0 else -UNBOUNDED
-    x[:, HI] = band.right if band.right >= 0 else UNBOUNDED
+    x[:, [Q0, K0]], x[:, [Q1, K1]] = cu[:-1], cu[1:]
+    x[:, LO:] = rectangle((0, 0), (0, 0), band)[LO:]
     return x
 
 
-def forget() -> None:
-    """Empties the caches, so that the next cut builds the mask's rectangles again."""
-    for kept in (built, layout_places, needs_by_rank, remote_needs_by_rank):
-        kept.cache_clear()
-
-
-# Which keys a rank needs
-
-
-@memo(lambda found, *_: len(found), 1 << 20)
-def needs_by_rank(problem: Problem) -> NDArray[np.int64]:
+def needed(mask: Rectangles, q: Places) -> NDArray[np.int64]:
     """The global positions of the keys that some query of each rank sees: `[n, 3]` (start, stop, rank), sorted, disjoint."""
-    mask = mask_rows(problem)
-    if problem.q_layout.replicated:
-        rank = np.repeat(np.arange(problem.world), len(mask))
-        low, high = np.tile(mask[:, K0], problem.world), np.tile(mask[:, K1], problem.world)
-    else:
-        row, q = query_places(problem).within(mask[:, Q0], mask[:, Q1])
-        rank, last = q.of, q.start + (q.lengths - 1) * q.step
-        low = np.maximum(mask[row, K0], q.start + mask[row, LO])
-        high = np.minimum(mask[row, K1], last + mask[row, HI] + 1)
-    return _joined(low, high, rank, problem.cu_seqlens[-1] + 1)
+    row, q = q.within(mask[:, Q0], mask[:, Q1])
+    last = q.start + (q.lengths - 1) * q.step
+    low = np.maximum(mask[row, K0], q.start + mask[row, LO])
+    return union(low, np.minimum(mask[row, K1], last + mask[row, HI] + 1), q.of)
 
 
-def _joined(low: Column, high: Column, of: Column, apart: int) -> NDArray[np.int64]:
-    """Disjoint, sorted intervals `[n, 3]` of each `of`; adjacent ones are joined. apart: above every position."""
-    kept = low < high
-    low, high = (low + of * apart)[kept], (high + of * apart)[kept]
-    if not len(low):
-        return np.zeros((0, 3), np.int64)
-    order = np.argsort(low, kind="stable")
-    low, high = low[order], np.maximum.accumulate(high[order])
-    new = np.flatnonzero(low[1:] > high[:-1])
-    start, stop = low[np.append(0, new + 1)], high[np.append(new, len(low) - 1)]
-    of = start // apart
-    return np.stack([start - of * apart, stop - of * apart, of], 1)
+def without(needs: NDArray[np.int64], held: Places) -> NDArray[np.int64]:
+    """As `needed`, without the keys that a rank holds itself; it needs all of these."""
+    apart = int(held.stop.max(initial=0)) + 1
+    # each rank's positions by themselves, in one column: an edge of both ends what it begins
+    edges = [x + of * apart for x, of in ((needs[:, :2], needs[:, 2:]), (held.start, held.of), (held.stop, held.of))]
+    start, stop = np.sort(np.concatenate([x.ravel() for x in edges])).reshape(-1, 2).T
+    rank = start // apart
+    rows = np.stack([start - rank * apart, stop - rank * apart, rank], 1)
+    return rows[start < stop]
 
 
-@memo(lambda found, *_: len(found), 1 << 20)
-def remote_needs_by_rank(problem: Problem) -> NDArray[np.int64]:
-    """As `needs_by_rank`, without the keys that a rank holds itself."""
-    found, held, apart = needs_by_rank(problem), key_places(problem), problem.cu_seqlens[-1] + 1
-    order = np.argsort(held.start + held.of * apart)
-    start, stop = (held.start + held.of * apart)[order], (held.stop + held.of * apart)[order]
-    none = np.zeros(len(start) + 1, np.int64)
-    gaps = Places(np.append(0, stop), np.append(start, apart * problem.world), none, none)
-    row, parts = gaps.within(found[:, 0] + found[:, 2] * apart, found[:, 1] + found[:, 2] * apart)
-    rank = found[row, 2]
-    return np.stack([parts.start - rank * apart, parts.stop - rank * apart, rank], 1)
-
-
-def intervals_by(at: Column, lengths: Column, of: Column, count: int) -> list[Intervals]:
-    """For each of `count` shards its intervals, where adjacent ones are joined. Rows are sorted by `of`, then by `at`."""
-    end = at + lengths
-    new = np.append(len(at) > 0, (at[1:] != end[:-1]) | (of[1:] != of[:-1]))
-    first = np.flatnonzero(new)
-    last = np.append(first[1:], len(at))[: len(first)] - 1
-    rows = list(zip(at[first].tolist(), end[last].tolist(), strict=True))
-    border = np.searchsorted(of[first], np.arange(count + 1)).tolist()
-    return [tuple(rows[a:b]) for a, b in pairwise(border)]
-
-
-def rank_pairs(problem: Problem, rank: int) -> int:
-    """The (query, key) pairs that a rank computes."""
-    mask = mask_rows(problem)
-    row, q = query_places(problem, rank).within(mask[:, Q0], mask[:, Q1])
+def pairs_of(mask: Rectangles, q: Places) -> int:
+    """The (query, key) pairs of these queries, which lie in runs of neighbours."""
+    row, q = q.within(mask[:, Q0], mask[:, Q1])
     x = mask[row]
-    if q.step == 1:
-        x[:, Q0], x[:, Q1] = q.start, q.stop
-        return int(pairs(x).sum())
-    many = q.lengths
-    each = np.repeat(np.arange(len(many)), many)
-    query = q.start[each] + (np.arange(len(each)) - (np.cumsum(many) - many)[each]) * q.step
-    seen = np.minimum(x[each, K1], query + x[each, HI] + 1) - np.maximum(x[each, K0], query + x[each, LO])
-    return int(np.maximum(seen, 0).sum())
+    x[:, Q0], x[:, Q1] = q.start, q.stop
+    return int(pairs(x).sum())
 
 
-def bands(problem: Problem) -> set[Band]:
-    """The bands of all ranks' rectangles against the whole sequence, aligned bottom-right in each."""
-    whole = np.array([0, problem.cu_seqlens[-1], 0, 0])[:, None]
-    x = cut(mask_rows(problem), query_places(problem), Places(*whole))
-    return set(bands_of(settled(x)))
-
-
-# What a rank computes
-
-
-def cut(mask: Rectangles, q: Places, k: Places, by_queries: bool = False) -> Cut:
-    """The mask's parts at each pair of a query and a key place, sorted by buffer, queries, keys. A part's buffer is the `of` of
-    its keys, or `by_queries` that of its queries."""
+def cut(mask: Rectangles, q: Places, k: Places) -> Cut:
+    """The mask's parts at each pair of a query and a key place, sorted by buffer, queries, keys. A part's buffer is the sum of
+    the numbers `of` of its queries and its keys, of which one is usually 0."""
     s = q.step
     assert s == k.step or not len(k.start), "queries and keys are spaced alike"
     row, i = q.meeting(mask[:, Q0], mask[:, Q1])
@@ -253,17 +172,17 @@ def cut(mask: Rectangles, q: Places, k: Places, by_queries: bool = False) -> Cut
     part = kept[part]
     k0, k1 = np.maximum(k0[part], k.start[j]), np.minimum(k1[part], k.stop[j])
     i, q0, q1, row = i[part], q0[part], q1[part], row[part]
-    from_q, from_k, q_at, k_at = q.start[i], k.start[j], q.at[i], k.at[j]
+    from_q, from_k, moved = q.start[i], k.start[j], k.at[j] - q.at[i]
     lo, hi = mask[row, LO] - from_k + from_q, mask[row, HI] - from_k + from_q
     q0, q1, k0, k1 = q0 - from_q, q1 - from_q, k0 - from_k, k1 - from_k
     if s > 1:
         q0, q1, k0, k1, lo, hi = -(-q0 // s), -(-q1 // s), -(-k0 // s), -(-k1 // s), -(-lo // s), hi // s
         lo[mask[row, LO] <= -UNBOUNDED] = -UNBOUNDED
         hi[mask[row, HI] >= UNBOUNDED] = UNBOUNDED
-    moved = k_at - q_at
-    buffer = q.of[i] if by_queries else k.of[j]
-    columns = [q0 + q_at, q1 + q_at, k0 + k_at, k1 + k_at, lo + moved, hi + moved, buffer, row]
-    x = _trimmed(np.stack(columns))
+    x = np.stack([q0, q1, k0, k1, lo + moved, hi + moved, q.of[i] + k.of[j], row])
+    x[[Q0, Q1]] += q.at[i]
+    x[[K0, K1]] += k.at[j]
+    x = _trimmed(x)
     return x[:, np.lexsort((x[K0], x[Q0], x[BUFFER]))]
 
 
@@ -277,44 +196,40 @@ def _trimmed(x: Cut) -> Cut:
 
 def keys_by_buffer(x: Cut) -> NDArray[np.int64]:
     """`[n, 3]`: the keys of each buffer that some query sees, as (start, stop, buffer); sorted, disjoint."""
-    return _joined(x[K0], x[K1], x[BUFFER], int(x[K1].max(initial=0)) + 1)
+    return union(x[K0], x[K1], x[BUFFER])
 
 
-def side_by_side(x: Cut, keys: NDArray[np.int64]) -> Cut:
-    """The parts with their keys where they lie once the given keys of each buffer are put side by side."""
-    start, stop, of = keys.T
-    before = np.cumsum(stop - start) - (stop - start)
-    shift = before - before[np.searchsorted(of, of)] - start
+def with_keys(x: Cut, keys: NDArray[np.int64]) -> Cut:
+    """The parts with their keys where they lie once these keys of each buffer (start, stop, buffer) are put side by side."""
+    places = Places.side_by_side(keys)
     apart = int(x[K1].max(initial=0)) + 1
-    x = x.copy()
-    x[K0:BUFFER] += shift[np.searchsorted(start + of * apart, x[K0] + x[BUFFER] * apart, "right") - 1]
+    i = np.searchsorted(places.start + places.of * apart, x[K0] + x[BUFFER] * apart, "right") - 1
+    x[K0:BUFFER] += (places.at - places.start)[i]
     return x
 
 
-def renumbered(x: Cut, buffer: Column) -> Cut:
-    """The parts in the order of other numbers of their buffers."""
-    order = np.argsort(buffer, kind="stable")
-    x = x[:, order]
-    x[BUFFER] = buffer[order]
-    return x
+# The parts of one mask rectangle in one buffer that are one rectangle with one band
 
 
 def merged(x: Cut) -> Cut:
     """Joins neighbours of one mask rectangle in one buffer, if one rectangle with one band has exactly their pairs."""
-    if x.shape[1] < 2 or not ((x[BUFFER, 1:] == x[BUFFER, :-1]) & (x[SOURCE, 1:] == x[SOURCE, :-1])).any():
+    if not _alike(x).any():
         return x
+    x[HI, x[HI] > x[K1] - 1 - x[Q0]] = UNBOUNDED  # cuts nothing, nor would it in a rectangle with fewer queries
+    x[LO, x[LO] < x[K0] - x[Q1] + 1] = -UNBOUNDED
     return _above(_beside(x))
 
 
-def _alike(a: Cut, b: Cut) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = (a[BUFFER] == b[BUFFER]) & (a[SOURCE] == b[SOURCE])
-    return found
+def _alike(x: Cut) -> NDArray[np.bool_]:
+    """Of each part but the last, whether the next one is of the same mask rectangle and buffer."""
+    alike: NDArray[np.bool_] = (x[BUFFER:, 1:] == x[BUFFER:, :-1]).all(0)
+    return alike
 
 
 def _beside(x: Cut) -> Cut:
     """Same queries, adjacent keys, no bound that cuts between: whole runs at once."""
     a, b = x[:, :-1], x[:, 1:]
-    one = _alike(a, b) & (a[Q0] == b[Q0]) & (a[Q1] == b[Q1]) & (a[K1] == b[K0])
+    one = _alike(x) & (a[Q0] == b[Q0]) & (a[Q1] == b[Q1]) & (a[K1] == b[K0])
     one &= (a[HI] >= a[K1] - 1 - a[Q0]) & (b[LO] <= b[K0] - b[Q1] + 1)
     if not one.any():
         return x
@@ -326,52 +241,27 @@ def _beside(x: Cut) -> Cut:
 
 
 def _above(x: Cut) -> Cut:
-    """Adjacent queries. In the hull of both, query q sees the keys from max(k0, q + lo) to min(k1, q + hi + 1). These ends are
-    linear in q between the queries at which a bound begins to cut, so they are those of both rectangles if they are equal at
-    each one's first and last query."""
-    if x.shape[1] < 2:
+    """Pairs of adjacent queries. In the hull of both, query q sees the keys from max(k0, q + lo) to min(k1, q + hi + 1). These
+    ends are linear in q between the queries at which a bound begins to cut, so they are those of both rectangles if they are
+    equal at each one's first and last query."""
+    i = np.flatnonzero(_alike(x) & (x[Q1, :-1] == x[Q0, 1:]))
+    if not len(i):
         return x
-    at = np.flatnonzero(_alike(x[:, :-1], x[:, 1:]) & (x[Q1, :-1] == x[Q0, 1:]))
-    if not len(at):
-        return x
-    a, b = x[:, at], x[:, at + 1]
+    a, b = x[:, i], x[:, i + 1]
     k0, k1 = np.minimum(a[K0], b[K0]), np.maximum(a[K1], b[K1])
-    hi = np.where(_cuts_above(a), a[HI], np.where(_cuts_above(b), b[HI], _free(a, b, K1, HI, np.maximum, np.minimum)))
-    lo = np.where(_cuts_below(a), a[LO], np.where(_cuts_below(b), b[LO], _free(a, b, K0, LO, np.minimum, np.maximum)))
-    same = np.ones(len(at), bool)
+    lo, hi = np.maximum(a[LO], b[LO]), np.minimum(a[HI], b[HI])
+    same = np.ones(len(i), bool)
     for y in (a, b):
         for query in (y[Q0], y[Q1] - 1):
             same &= np.minimum(k1, query + hi + 1) == np.minimum(y[K1], query + y[HI] + 1)
             same &= np.maximum(k0, query + lo) == np.maximum(y[K0], query + y[LO])
-    if not same.any():
-        return x
-    join = np.zeros(x.shape[1] - 1, bool)
-    join[at] = same
-    begins = np.flatnonzero(join & np.append(True, ~join[:-1]))  # of each chain every second pair
-    chain = begins[np.maximum(np.searchsorted(begins, np.arange(len(join)), "right") - 1, 0)]
-    join &= (np.arange(len(join)) - chain) % 2 == 0
-    into, chosen = np.flatnonzero(join), join[at]
-    x = x.copy()
-    x[Q1, into] = b[Q1, chosen]
-    x[K0, into], x[K1, into], x[LO, into], x[HI, into] = k0[chosen], k1[chosen], lo[chosen], hi[chosen]
-    return np.delete(x, into + 1, 1)
-
-
-def _cuts_above(x: Cut) -> NDArray[np.bool_]:
-    """Whether the upper bound takes a key from some query."""
-    found: NDArray[np.bool_] = x[HI] < x[K1] - 1 - x[Q0]
-    return found
-
-
-def _cuts_below(x: Cut) -> NDArray[np.bool_]:
-    found: NDArray[np.bool_] = x[LO] > x[K0] - x[Q1] + 1
-    return found
-
-
-def _free(a: Cut, b: Cut, end: int, bound: int, loose: np.ufunc, tight: np.ufunc) -> Column:
-    """The bound of the hull where neither rectangle's bound cuts."""
-    found: Column = np.where(a[end] == b[end], loose(a[bound], b[bound]), tight(a[bound], b[bound]))
-    return found
+    joined: list[int] = []  # of a chain every second pair
+    for n in np.flatnonzero(same).tolist():
+        if not joined or i[n] > i[joined[-1]] + 1:
+            joined.append(n)
+    x[Q1, i[joined]] = b[Q1, joined]
+    x[K0 : HI + 1, i[joined]] = np.stack([k0, k1, lo, hi])[:, joined]
+    return np.delete(x, i[joined] + 1, 1)
 
 
 def settled(x: Cut) -> Cut:
@@ -401,20 +291,4 @@ def groups_of(x: Cut) -> list[int]:
     source = x[SOURCE, order]
     group = np.empty(len(order), np.int64)
     group[order] = np.arange(len(order)) - np.searchsorted(source, source)
-    found: list[int] = group.tolist()
-    return found
-
-
-def first_alike(x: Cut, count: int) -> tuple[list[int], list[int]]:
-    """For each of `count` buffers the first one before it, without a break, whose rectangles equal its own: most steps of a
-    ring share their blocks. And where each buffer's rectangles begin."""
-    border = np.searchsorted(x[BUFFER], np.arange(count + 1))
-    many = np.diff(border)
-    before = np.append(0, many[:-1])
-    same = many == before
-    at = np.flatnonzero(np.repeat(same, many))
-    if len(at):
-        rows = [*range(BUFFER), SOURCE]
-        differs = (x[rows][:, at] != x[rows][:, at - many[x[BUFFER, at]]]).any(0)
-        same[x[BUFFER, at[differs]]] = False
-    return np.maximum.accumulate(np.where(same, 0, np.arange(count))).tolist(), border.tolist()
+    return group.tolist()  # type: ignore[no-any-return]

@@ -9,22 +9,24 @@ variant checks that the blocks of all ranks cover every pair of the mask exactly
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from attention.geometry import cuts
-from attention.geometry.cuts import Places
-from attention.geometry.layouts import CuSeqlens, Layout, Shard, size
+from attention.geometry.cuts import BUFFER, K0, K1, Cut, Places
+from attention.geometry.intervals import by_number, joined, length, union
+from attention.geometry.layouts import CuSeqlens, Layout, Shard
 from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
-from attention.masks.rectangles import joined, trimmed
+from attention.masks.rectangles import Rectangles, trimmed
+from attention.masks.rectangles import joined as joined_rectangles
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
 
@@ -48,34 +50,27 @@ class Block:
         return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
-@dataclass(eq=False)  # not frozen: a ring has W of them in each plan, and they are made twice as fast
-class Step:
+class Step(NamedTuple):
     """keys: the tokens that the step needs, in the order in which they lie for the rank: intervals of the owner's shard, or
-    after a gather of the sequence. They contain the keys of all blocks, and may contain more. The blocks are made at first
-    use: of a remote rank's step usually only the keys are needed. Equal steps of a ring share one tuple. where: from a
-    block's key slice to where its keys lie, if they lie in another order than that of the sequence."""
+    after a gather of the sequence. They contain the keys of all blocks, and may contain more. Equal steps of a ring share one
+    tuple of blocks. places: where each token of the sequence lies among the keys, if not in the order of the sequence."""
 
     owner: int
     keys: Intervals
-    make: Callable[[], tuple[Block, ...]] = tuple
-    where: Callable[[Interval], Intervals] | None = None
-
-    @cached_property
-    def blocks(self) -> tuple[Block, ...]:
-        return self.make()
+    blocks: tuple[Block, ...]
+    places: Places | None = None
 
     @property
     def pairs(self) -> int:
         return sum(block.pairs for block in self.blocks)
 
-
-class Buffers(NamedTuple):
-    """The keys that a rank computes against, by step: see `Step`. cut: the mask's parts at the rank's queries and these keys,
-    by step."""
-
-    owners: Sequence[int]
-    keys: Sequence[Intervals]
-    cut: Callable[[], cuts.Cut]
+    def where(self, keys: Iterable[Interval]) -> Intervals:
+        """Where the key slices of blocks lie among the step's keys, one after another; neighbours are joined."""
+        if self.places is None:
+            return joined(keys)
+        _, parts = self.places.within(*np.array(list(keys), np.int64).reshape(-1, 2).T)
+        ((intervals,),) = by_number(np.zeros_like(parts.at), 1, parts.lengths, parts.at)
+        return intervals
 
 
 class Schedule(ABC):
@@ -93,62 +88,46 @@ class Schedule(ABC):
         return ()
 
     @abstractmethod
-    def buffers(self, problem: Problem, rank: int) -> Buffers: ...
-
     def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
         """The steps of one rank, as many on every rank."""
-        buffers = self.buffers(problem, rank)
-        blocks = _Blocks(problem, rank, buffers)
-        numbered = enumerate(zip(buffers.owners, buffers.keys, strict=True))
-        return tuple(Step(owner, keys, partial(blocks.of_step, i)) for i, (owner, keys) in numbered)
 
-    def sends(self, problem: Problem, rank: int, i: int) -> tuple[int, Intervals] | None:
-        """The remote rank that gets keys of this rank for its step `i`, and which; None where a step's keys do not come from
-        one owner."""
-        return None
+    def sends(self, problem: Problem, rank: int) -> Sequence[Intervals]:
+        """For each step i, the keys of this rank that rank r + i (mod W) gets for it; none where no step's keys come from one
+        owner."""
+        return ()
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         """For each step, the most keys that any rank receives before it, or has gathered."""
         return (0,)
 
-    def masks(self, problem: Problem) -> set[Band]:
-        """All masks that blocks of any rank have, where the mask is a window in every sequence."""
-        return {b.mask for step in steps(problem, 0) for b in step.blocks if isinstance(b.mask, Band)}
+    def _steps(
+        self, problem: Problem, rank: int, owners: Sequence[int], keys: Sequence[Intervals], x: Cut
+    ) -> tuple[Step, ...]:
+        """owners, keys: by step. x: the mask's parts at the rank's queries and these keys; their buffer is the step."""
+        if not problem.is_cut:
+            x = cuts.settled(cuts.merged(x) if self.merges else x)
+        borders = np.searchsorted(x[BUFFER], np.arange(len(owners) + 1)).tolist()
+        rows = x.T.copy()
+        rows[:, BUFFER] = 0
+        steps, known = [], dict[bytes, tuple[Block, ...]]()  # most steps of a ring are alike
+        for owner, intervals, (start, stop) in zip(owners, keys, pairwise(borders), strict=True):
+            part = rows[start:stop]
+            if problem.is_cut:
+                blocks = _pattern(problem, rank, length(intervals), part[:, :BUFFER]) if len(part) else ()
+            elif (content := part.tobytes()) in known:
+                blocks = known[content]
+            else:
+                blocks = known[content] = _bands(part.T)
+            steps.append(Step(owner, intervals, blocks))
+        return tuple(steps)
 
 
-class _Blocks:
-    """The blocks of all steps of one rank: cut at once, and when the first of them is asked for."""
-
-    def __init__(self, problem: Problem, rank: int, buffers: Buffers):
-        self.problem, self.rank, self.buffers = problem, rank, buffers
-        self.made: dict[int, tuple[Block, ...]] = {}
-
-    @cached_property
-    def cut(self) -> tuple[cuts.Cut, list[int], list[int]]:
-        x = self.buffers.cut()
-        if not self.problem.is_cut:
-            x = cuts.settled(cuts.merged(x) if self.problem.schedule.merges else x)
-        return x, *cuts.first_alike(x, len(self.buffers.owners))
-
-    def of_step(self, i: int) -> tuple[Block, ...]:
-        x, alike, border = self.cut
-        if not self.problem.is_cut:
-            first = alike[i]
-            if first not in self.made:
-                self.made[first] = _bands(x[:, border[first] : border[first + 1]])
-            return self.made[first]
-        if border[i] == border[i + 1]:
-            return ()
-        n_q, own = (
-            size(layout.shards(self.problem.cu_seqlens, self.problem.world)[self.rank])
-            for layout in (self.problem.q_layout, self.problem.layout)
-        )
-        n_k = own if self.buffers.owners[i] == self.rank else length(self.buffers.keys[i])
-        rows = joined(trimmed(x[: cuts.BUFFER, border[i] : border[i + 1]].T))
-        return (Block((0, n_q), (0, n_k), Pattern(n_q, n_k, rows)),)
+def _pattern(problem: Problem, rank: int, n_keys: int, rows: Rectangles) -> tuple[Block, ...]:
+    n = int(problem.queries.only(rank).lengths.sum())
+    return (Block((0, n), (0, n_keys), Pattern(n, n_keys, joined_rectangles(trimmed(rows)))),)
 
 
-def _bands(x: cuts.Cut) -> tuple[Block, ...]:
+def _bands(x: Cut) -> tuple[Block, ...]:
     columns = (*x[: cuts.LO].tolist(), cuts.bands_of(x), cuts.groups_of(x))
     return tuple(Block((q0, q1), (k0, k1), band, group) for q0, q1, k0, k1, band, group in zip(*columns, strict=True))
 
@@ -167,6 +146,7 @@ class Problem:
     q_layout: Layout
     schedule: Schedule
     q_tokens: int | None = None  # the number of a decode's queries; None: each key has a query
+    ends: tuple[int, int] | None = None  # the least and the most keys of batch elements, of a decode where they differ
     ulysses: int = 1  # ranks that share one place in the schedule, each with a share of the heads
 
     @property
@@ -195,9 +175,44 @@ class Problem:
         return self.layout.shards(self.cu_seqlens, self.world)
 
     @property
-    def longest(self) -> Problem:
-        """The same problem over the longest sequence alone."""
-        return replace(self, cu_seqlens=(0, max(b - a for a, b in pairwise(self.cu_seqlens))))
+    def longest(self) -> int:
+        """The tokens of the longest sequence."""
+        return max(b - a for a, b in pairwise(self.cu_seqlens))
+
+    # What follows is derived once for a problem.
+
+    @cached_property
+    def held(self) -> Places:
+        """Where each rank holds its keys."""
+        return cuts.places_of(self.layout, self.cu_seqlens, self.world)
+
+    @cached_property
+    def queries(self) -> Places:
+        """Where each rank has its queries during the computation."""
+        return self.held if self.q_layout == self.layout else cuts.places_of(self.q_layout, self.cu_seqlens, self.world)
+
+    @cached_property
+    def rectangles(self) -> Rectangles:
+        """The mask over all positions."""
+        if isinstance(self.form, Mask):
+            return self.form.rectangles(self.cu_seqlens[-1])
+        return cuts.band_rows(self.form, self.cu_seqlens)
+
+    @cached_property
+    def gathered(self) -> Places:
+        """What every rank gathers under a gather: tokens of the sequence, side by side."""
+        assert isinstance(self.schedule, GatherSchedule)
+        return Places.side_by_side(self.schedule.needs(self))
+
+    @cached_property
+    def steps(self) -> dict[int, tuple[Step, ...]]:
+        """By rank, as far as they were asked for: see `steps`."""
+        return {}
+
+    @property
+    def shard_tokens(self) -> int:
+        """Of each rank, where all hold as many."""
+        return self.cu_seqlens[-1] // self.world
 
     @property
     def alike_by_distance(self) -> bool:
@@ -227,63 +242,57 @@ class Subproblem:
     copies: int
 
 
-def _cut(problem: Problem, rank: int, keys: Places) -> cuts.Cut:
-    return cuts.cut(cuts.mask_rows(problem), cuts.query_places(problem, rank), keys)
+def _cut(problem: Problem, rank: int, keys: Places) -> Cut:
+    return cuts.cut(problem.rectangles, problem.queries.only(rank), keys)
+
+
+def _local(problem: Problem, rank: int) -> tuple[Intervals, Cut]:
+    """The local keys, and the mask's parts at them."""
+    own = problem.held.only(rank)
+    n = int(own.lengths.sum())
+    return ((0, n),) if n else (), _cut(problem, rank, own)
 
 
 class LocalSchedule(Schedule):
     """One step, against the local KV."""
 
-    def buffers(self, problem: Problem, rank: int) -> Buffers:
-        own = cuts.key_places(problem).only(rank)
-        return Buffers((rank,), (_whole(own),), partial(_cut, problem, rank, own.numbered(0)))
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        keys, x = _local(problem, rank)
+        return self._steps(problem, rank, (rank,), (keys,), x)
 
 
 class RingSchedule(Schedule):
     """W steps, step i against the keys of rank r - i (mod W)."""
 
-    def buffers(self, problem: Problem, rank: int) -> Buffers:
-        world, held = problem.world, cuts.key_places(problem)
-        x = _cut(problem, rank, held)
-        whole = _whole(held.only(rank))
-        if problem.moves_shards:
-            by_owner = [whole if n else () for n in np.bincount(x[cuts.BUFFER], minlength=world).tolist()]
-        else:
-            keys = cuts.keys_by_buffer(x)
-            by_owner = cuts.intervals_by(keys[:, 0], keys[:, 1] - keys[:, 0], keys[:, 2], world)
-            own = np.searchsorted(keys[:, 2], (rank, rank + 1))  # stays in place
-            in_place = [(*interval, rank) for interval in whole]
-            x = cuts.side_by_side(x, np.array([*keys[: own[0]], *in_place, *keys[own[1] :]]).reshape(-1, 3))
-        by_owner[rank] = whole
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        world, n, held = problem.world, problem.shard_tokens, problem.held
+        x = _cut(problem, rank, held.numbered((rank - held.of) % world))
+        start, stop = (x[K0] * 0, x[K0] * 0 + n) if problem.moves_shards else (x[K0], x[K1])
+        # the local keys stay in place
+        keys = union(np.append(0, start), np.append(n, stop), np.append(0, x[BUFFER]))
         owners = [(rank - i) % world for i in range(world)]
-        x = cuts.renumbered(x, (rank - x[cuts.BUFFER]) % world)
-        return Buffers(owners, [by_owner[owner] for owner in owners], lambda: x)
+        return self._steps(problem, rank, owners, _by_buffer(keys, world), cuts.with_keys(x, keys))
 
-    def sends(self, problem: Problem, rank: int, i: int) -> tuple[int, Intervals] | None:
-        reader = (rank + i) % problem.world
-        return (reader, sent(problem, rank)[reader]) if i else None
+    def sends(self, problem: Problem, rank: int) -> Sequence[Intervals]:
+        world = problem.world
+        # of many sequences the longest alone tells who needs a shard
+        whole = replace(problem, cu_seqlens=(0, problem.longest)) if problem.moves_shards else problem
+        q, own = whole.queries, whole.held.only(rank)
+        keys = cuts.keys_by_buffer(cuts.cut(whole.rectangles, q.numbered((q.of - rank) % world), own))
+        by_step = [(), *_by_buffer(keys, world)[1:]]
+        return [((0, problem.shard_tokens),) if keys else () for keys in by_step] if problem.moves_shards else by_step
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
-        world = problem.world
-        if problem.moves_shards:
-            return (0, *[problem.cu_seqlens[-1] // world] * (world - 1))
-        if problem.alike_by_distance:
-            # the first and the last rank: their steps together have every distance
-            keys = [cuts.keys_by_buffer(_cut(problem, rank, cuts.key_places(problem))) for rank in (0, world - 1)]
-            first, last = (np.bincount(x[:, 2], x[:, 1] - x[:, 0], world).astype(np.int64) for x in keys)
-            return (0, *np.maximum(first[:0:-1], last[-2::-1]).tolist())
-        needs = cuts.needs_by_rank(problem)
-        row, parts = cuts.key_places(problem).within(needs[:, 0], needs[:, 1])
-        by_pair = np.bincount(needs[row, 2] * world + parts.of, parts.lengths, world * world).reshape(world, world)
-        ranks = np.arange(world)
-        return (0, *[int(by_pair[ranks, (ranks - i) % world].max()) for i in range(1, world)])
-
-    def masks(self, problem: Problem) -> set[Band]:
-        if not problem.alike_by_distance:
-            return {FULL, CAUSAL, problem.band, Band(1, 1)}  # representatives of all that there are
-        ranks = {0, problem.world - 1}
-        blocks = (b for rank in ranks for step in steps(problem, rank) for b in step.blocks)
-        return {b.mask for b in blocks if isinstance(b.mask, Band)}
+        world, q = problem.world, problem.queries
+        if not problem.keys_differ:
+            return (0, *[problem.shard_tokens] * (world - 1))
+        if problem.alike_by_distance:  # the steps of the first and of the last rank together have every distance
+            q = q.where((q.of == 0) | (q.of == world - 1))
+        keys = cuts.keys_by_buffer(cuts.cut(problem.rectangles, q.numbered(q.of * world), problem.held))
+        pair, of = np.unique(keys[:, 2], return_inverse=True)  # rank * W + owner
+        most = np.zeros(world, np.int64)
+        np.maximum.at(most, (pair // world - pair) % world, np.bincount(of, keys[:, 1] - keys[:, 0]).astype(np.int64))
+        return (0, *most[1:].tolist())
 
 
 class GatherSchedule(Schedule):
@@ -292,42 +301,39 @@ class GatherSchedule(Schedule):
 
     merges = False  # the chunks of a sequence stay apart: see `nested_prefixes`
 
-    def gathers(self, problem: Problem) -> cuts.Rows:
-        """What every rank gathers: `[n, 3]` (start, stop, rank), global positions, sorted."""
-        return cuts.needs_by_rank(problem)
+    def needs(self, problem: Problem) -> NDArray[np.int64]:
+        """What every rank gathers: see `cuts.needed`."""
+        return cuts.needed(problem.rectangles, problem.queries)
 
-    def buffers(self, problem: Problem, rank: int) -> Buffers:
-        keys, places = self._gathered(problem, rank, 0)
-        return Buffers((SEQUENCE,), (keys,), partial(_cut, problem, rank, places))
+    def transfer(self, problem: Problem) -> tuple[Places, Places]:
+        """Where the keys lie in each rank's shard, and among those that each rank gathers."""
+        return problem.held, problem.gathered
 
-    def _gathered(self, problem: Problem, rank: int, step: int) -> tuple[Intervals, Places]:
-        rows = self.gathers(problem)
-        start, stop, _ = rows[slice(*np.searchsorted(rows[:, 2], (rank, rank + 1)))].T
-        places = Places(start, stop, np.cumsum(stop - start) - (stop - start), np.full_like(start, step))
-        return tuple(zip(start.tolist(), stop.tolist(), strict=True)), places
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        places = problem.gathered.only(rank)
+        return self._steps(problem, rank, (SEQUENCE,), (_rows(places),), _cut(problem, rank, places))
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
-        rows = self.gathers(problem)
-        return (int(np.bincount(rows[:, 2], rows[:, 1] - rows[:, 0]).max(initial=0)),)
-
-    def masks(self, problem: Problem) -> set[Band]:
-        return cuts.bands(problem)
+        places = problem.gathered
+        return (int(np.bincount(places.of, places.lengths).max(initial=0)),)
 
 
 class GatherShards(GatherSchedule):
     """As `GatherSchedule`, but each owner's whole shard is gathered, one shard after another: for packed batches of many
     sequences. The needed keys of a shard are many intervals, the whole shard is one."""
 
-    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
-        (step,) = super().steps(problem, rank)
-        held = cuts.key_places(problem)
-        keys = tuple((r.start, r.stop) for shard in problem.shards for r in shard if r)
-        n = problem.cu_seqlens[-1] // problem.world
-        return (replace(step, keys=keys, where=within(replace(held, at=held.at + held.of * n))),)
+    def transfer(self, problem: Problem) -> tuple[Places, Places]:
+        """By positions in all shards, one after another."""
+        ranks, n = np.arange(problem.world), problem.shard_tokens
+        zero = np.zeros_like(ranks)
+        return Places(ranks * n, ranks * n + n, zero, ranks), Places(zero, zero + n * problem.world, zero, ranks)
 
-    def buffers(self, problem: Problem, rank: int) -> Buffers:
-        whole = np.array([[0], [problem.cu_seqlens[-1]], [0], [0]])
-        return Buffers((SEQUENCE,), ((),), partial(_cut, problem, rank, Places(*whole)))
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        total, held = problem.cu_seqlens[-1], problem.held
+        x = _cut(problem, rank, Places.side_by_side(np.array([[0, total, 0]])))
+        keys = tuple((r.start, r.stop) for shard in problem.shards for r in shard if r)
+        (step,) = self._steps(problem, rank, (SEQUENCE,), (keys,), x)
+        return (step._replace(places=replace(held, at=held.at + held.of * problem.shard_tokens)),)
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         return (problem.cu_seqlens[-1],)
@@ -339,14 +345,13 @@ class LocalFirst(GatherSchedule):
 
     merges = True
 
-    def gathers(self, problem: Problem) -> cuts.Rows:
-        return cuts.remote_needs_by_rank(problem)
+    def needs(self, problem: Problem) -> NDArray[np.int64]:
+        return cuts.without(super().needs(problem), problem.held)
 
-    def buffers(self, problem: Problem, rank: int) -> Buffers:
-        own, (keys, places) = cuts.key_places(problem).only(rank), self._gathered(problem, rank, 1)
-        return Buffers(
-            (rank, SEQUENCE), (_whole(own), keys), partial(_cut, problem, rank, own.numbered(0).beside(places))
-        )
+    def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
+        (own, local), places = _local(problem, rank), problem.gathered.only(rank)
+        x = np.concatenate([local, _cut(problem, rank, places.numbered(1))], 1)
+        return self._steps(problem, rank, (rank, SEQUENCE), (own, _rows(places)), x)
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         return (0, *super().most_keys(problem))
@@ -359,92 +364,51 @@ GATHER_SHARDS = GatherShards()
 LOCAL_FIRST = LocalFirst()
 
 
-def _whole(shard: Places) -> Intervals:
-    """All tokens of one shard as one interval."""
-    n = int(shard.lengths.sum())
-    return ((0, n),) if n else ()
+def _rows(places: Places) -> Intervals:
+    return tuple(zip(places.start.tolist(), places.stop.tolist(), strict=True))
 
 
-@memo(lambda found, *_: sum(map(len, found)))
-def sent(problem: Problem, rank: int) -> list[Intervals]:
-    """For each rank the keys of this rank's shard that it needs."""
-    if problem.moves_shards:
-        whole = _whole(cuts.key_places(problem).only(rank))
-        return [whole if keys else () for keys in sent(problem.longest, rank)]
-    held = cuts.key_places(problem).only(rank)
-    x = cuts.cut(cuts.mask_rows(problem), cuts.query_places(problem), held, by_queries=True)
-    keys = cuts.keys_by_buffer(x)
-    return cuts.intervals_by(keys[:, 0], keys[:, 1] - keys[:, 0], keys[:, 2], problem.world)
+def _by_buffer(keys: NDArray[np.int64], count: int) -> list[Intervals]:
+    """The intervals (start, stop, buffer) of each of `count` buffers."""
+    by_buffer = by_number(keys[:, 2], count, keys[:, 1] - keys[:, 0], keys[:, 0])
+    return [intervals for (intervals,) in by_buffer]
 
 
-def within(places: Places) -> Callable[[Interval], Intervals]:
-    """A function from an interval of the sequence to where its tokens lie in a buffer of these places, which it must be in."""
-    rows = list(zip(places.start.tolist(), places.stop.tolist(), places.at.tolist(), strict=True))
-    starts = [start for start, *_ in rows]
-
-    def where(interval: Interval) -> Intervals:
-        found: list[Interval] = []
-        for start, stop, at in rows[max(bisect_right(starts, interval[0]) - 1, 0) :]:
-            if start >= interval[1]:
-                break
-            low, high = at + max(interval[0] - start, 0), at + min(stop, interval[1]) - start
-            found[-1:] = [(found[-1][0], high)] if found and found[-1][1] == low else [*found[-1:], (low, high)]
-        return tuple(found)
-
-    return where
+def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
+    """All steps of one rank, kept with the problem."""
+    if rank not in problem.steps:
+        problem.steps[rank] = problem.schedule.steps(problem, rank)
+    return problem.steps[rank]
 
 
-def union(intervals: Iterable[Interval]) -> Intervals:
-    """Disjoint, sorted, merged intervals."""
-    merged: list[Interval] = []
-    for start, stop in sorted(i for i in intervals if i[1] > i[0]):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
-
-
-def length(intervals: Intervals) -> int:
-    total = 0
-    for start, stop in intervals:  # called very often: a loop takes half the time of a sum over a generator
-        total += stop - start
-    return total
-
-
-def _weight(found: tuple[Step, ...], problem: Problem, *_: object) -> int:
-    weight = sum([len(problem.cu_seqlens) + len(step.keys) for step in found])
-    if problem.is_cut:  # kernels keep tables with a pattern: of its rectangles, and of each query's intervals
-        tokens = problem.cu_seqlens[-1]
-        weight += tokens // 8 + len(problem.mask.rectangles(tokens))
-    return weight
+def _weight(problem: Problem, *_: object) -> int:
+    # kernels keep tables with a pattern: of its rectangles, and of each query's intervals
+    return problem.world * len(problem.cu_seqlens) + (problem.cu_seqlens[-1] // 8 if problem.is_cut else 0)
 
 
 @memo(_weight)
-def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
-    """All steps of one rank, cached."""
-    return problem.schedule.steps(problem, rank)
-
-
-@memo(lambda found, *_: len(found))
-def most_keys(problem: Problem) -> tuple[int, ...]:
-    """For each step, the most keys that any rank receives before it, or has gathered."""
-    return problem.schedule.most_keys(problem)
+def known(problem: Problem) -> Problem:
+    """The first problem that equals this one, with all that was derived from it: layers and functions share it."""
+    return problem
 
 
 def rank_pairs(problem: Problem, rank: int) -> int:
     """The number of (query, key) pairs that a rank computes."""
-    if problem.q_tokens is not None:
+    if problem.q_tokens is not None or problem.queries.step > 1:
         return sum(step.pairs for step in steps(problem, rank))
-    return cuts.rank_pairs(problem, rank)
+    return cuts.pairs_of(problem.rectangles, problem.queries.only(rank))
 
 
 def masks(problem: Problem) -> tuple[Band, ...]:
-    """All masks that blocks of any rank may have, so that all ranks pick the same kernel. Without a window, each block is
-    full or has the problem's own mask. A decode's schedule lists its masks. A mask that is cut becomes full and causal
-    rectangles and, if it has lower bounds, windows."""
-    if isinstance(problem.form, Mask):
-        return (FULL, CAUSAL, *((Band(1, 1),) if problem.form.windowed(problem.cu_seqlens[-1]) else ()))
-    if problem.q_tokens is None and not problem.band.windowed:
-        return tuple(dict.fromkeys((FULL, problem.band)))
-    return tuple(sorted(problem.schedule.masks(problem), key=lambda m: (m.left, m.right)))
+    """Representatives of all masks that blocks of any rank may have, so that all ranks pick the same kernel: whether there are
+    windows is what kernels differ in. A decode keeps its kernel while the keys grow: these hold for any number of keys."""
+    band, window = problem.form, Band(1, 1)
+    if isinstance(band, Mask):
+        return (FULL, CAUSAL, window) if band.windowed(problem.cu_seqlens[-1]) else (FULL, CAUSAL)
+    if problem.q_tokens is not None:  # the last of several queries see more keys of a shard that ends among them
+        windowed = problem.q_tokens > 1 and (band.windowed or (band.causal and problem.world > 1))
+        return (FULL, CAUSAL, window) if windowed else (FULL,) if band.full or problem.q_tokens == 1 else (FULL, CAUSAL)
+    most = problem.longest - 1
+    if 0 <= band.left < most or 0 < band.right < most:
+        return (FULL, CAUSAL, band)
+    return (FULL,) if band.right else (FULL, CAUSAL)

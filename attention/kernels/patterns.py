@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
-from attention.geometry.transfers import joined
+from attention.geometry.intervals import joined
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped, lacks
 from attention.masks.band import Intervals
 from attention.masks.pattern import Entry, Pattern

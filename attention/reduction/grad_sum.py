@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.geometry.schedules import length
-from attention.geometry.transfers import Intervals
+from attention.geometry.intervals import length
 from attention.gpu.uploads import held, uploaded
+from attention.masks.band import Intervals
 from attention.memo import MOST_PARTS, memo
 from attention.reduction.stepwise import Cover, Stepwise
 from attention.tensors import TOKENS, add_, empty_tokens, token_indices, tokens, tokens_of, touch

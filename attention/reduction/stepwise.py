@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.geometry.merge_plan import MergePlan, Sweep, merge_plan
-from attention.geometry.transfers import Intervals
+from attention.masks.band import Intervals
 from attention.tensors import FEW, put_, take, tokens
 
 Cover = MergePlan | Sequence[Intervals]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.agreement import Calls
-from attention.geometry.schedules import length
+from attention.geometry.intervals import length
 from attention.gpu.private import backend, default_group
 from attention.profiling import phase
 from attention.tensors import empty_tokens, put_, take

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from attention.agreement import Calls
-from attention.geometry.transfers import Intervals
 from attention.gpu.priority_stream import Inline, PriorityStream
+from attention.masks.band import Intervals
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attention.geometry.cuts import rank_pairs
 from attention.geometry.layouts import IN_ORDER, CuSeqlens, Layout, Shard
 from attention.geometry.options import GatherOptions, option
-from attention.geometry.schedules import GatherSchedule, Problem
+from attention.geometry.schedules import GatherSchedule, Problem, rank_pairs
 from attention.geometry.trades import even_shards
 from attention.masks.band import Band
 from attention.masks.mask import Banded, Mask

@@ -10,7 +10,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from attention.geometry.layouts import CuSeqlens, Layout
 from attention.geometry.options import Options
-from attention.geometry.schedules import Problem, Schedule
+from attention.geometry.schedules import Problem, Schedule, known
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import one_band
@@ -163,7 +163,7 @@ class Variant(Generic[Chosen]):
                 layout.check(cu_seqlens, world)
             except ValueError as error:
                 raise ValueError(f"{error}{ways_out(cu_seqlens, world, form)}") from None
-        return Problem(
+        problem = Problem(
             cu_seqlens=cu_seqlens,
             world=world // sharing,
             form=form,
@@ -173,6 +173,7 @@ class Variant(Generic[Chosen]):
             q_tokens=q_tokens if self.decode else None,
             ulysses=sharing,
         )
+        return known(problem)
 
     def unsuitable(self, world: int, decode: bool) -> str | None:
         """Why `auto` leaves this variant out, whatever its options, or None: it is for something else."""

@@ -20,9 +20,10 @@ from attention import profiling
 from attention.executors import executor
 from attention.executors.plan import Plan, PlannedStep, part_plan, plan_steps
 from attention.geometry.counts import Shapes, backward_flops, forward_flops
+from attention.geometry.intervals import length
 from attention.geometry.layouts import sizes_of
 from attention.geometry.options import Options
-from attention.geometry.schedules import Problem, length
+from attention.geometry.schedules import Problem
 from attention.gpu.priority_stream import Inline
 from attention.kernels.fit import dense_like
 from attention.kernels.interface import Call, Into, Kernel, Pair, Triple

@@ -20,10 +20,11 @@ import attention
 from attention.api import ContextParallel
 from attention.call import Settings
 from attention.executors.plan import Plan
-from attention.geometry import counts, cuts
+from attention.geometry import counts
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.schedules import masks
+from attention.geometry.schedules import masks, steps
 from attention.kernels import Call, Shape, passed_over
+from attention.masks.mask import built
 from attention.transports.interface import Transport
 from attention.variants.registry import variant
 from runner.config.experiment import NEW_PACKS, AttentionCall, Experiment
@@ -383,8 +384,8 @@ def build_ms(plan: Plan) -> float | None:
     problem = plan.problem
     if not problem.is_cut:
         return None
-    cuts.forget()
+    built.cache_clear()
+    anew = replace(problem)
     start = time.perf_counter()
-    for step in problem.schedule.steps(problem, plan.rank):
-        assert step.blocks is not None
+    steps(anew, plan.rank)
     return (time.perf_counter() - start) * 1e3

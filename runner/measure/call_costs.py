@@ -9,7 +9,9 @@ from typing import Any
 
 from attention.geometry import counts, decodes
 from attention.geometry.counts import Shapes
-from attention.geometry.schedules import Problem, steps
+from attention.geometry.intervals import length
+from attention.geometry.schedules import Block, Problem, steps
+from attention.geometry.transfers import step_routes
 from attention.masks.band import FULL
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment
@@ -49,26 +51,26 @@ class Elements(Part):
 
     ends: tuple[int, ...]
 
-    def _tiles(self, rank: int) -> list[decodes.Tile]:
+    def _blocks(self, rank: int) -> list[Block]:
         owners = [step.owner for step in steps(self.problem, rank)]
-        return [decodes.seen(self.problem, owner, end) for owner in owners for end in self.ends]
+        blocks = [decodes.block(self.problem, owner, end) for owner in owners for end in self.ends]
+        return [block for block in blocks if block is not None]
 
     def flops(self) -> list[int]:
         one = replace(self.shapes, batch=1)
-        pairs = [sum(tile.pairs for tile in self._tiles(rank)) for rank in range(self.problem.ranks)]
+        pairs = [sum(block.pairs for block in self._blocks(rank)) for rank in range(self.problem.ranks)]
         return [counts.forward_flops(one, n) for n in pairs]
 
     def received(self, rank: int, backward: bool) -> dict[str, int]:
         if self.variant.executor != "ring":
             return super().received(rank, backward)  # results, whatever the number of keys
         some = [n for n in self.ends if n]
-        others = [owner for owner in range(self.problem.world) if owner != rank]
-        found = [decodes.block(self.problem, owner, (min(some), max(some))) for owner in others]
-        return {"kv": sum(b.k[1] - b.k[0] for b in found if b) * self.shapes.kv_token}
+        received = step_routes(replace(self.problem, ends=(min(some), max(some))), rank)
+        return {"kv": sum(route.received_tokens for route in received) * self.shapes.kv_token}
 
     def moved(self, rank: int, backward: bool) -> int:
         s = self.shapes
-        rows = sum(tile.queries * s.heads + tile.keys * s.kv_heads for tile in self._tiles(rank))
+        rows = sum(length((b.q,)) * s.heads + length((b.k,)) * s.kv_heads for b in self._blocks(rank))
         return rows * (s.head_dim + s.v_head_dim) * s.itemsize
 
 

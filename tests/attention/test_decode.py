@@ -1,5 +1,7 @@
 """Tree and ring decode over real gloo worlds: KV really sharded, uneven and empty shards, GQA, speculative queries."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -111,7 +113,12 @@ def test_new_lengths_need_no_new_plan(in_world):
 def test_of_elements_with_different_lengths_only_keys_that_some_may_see_travel():
     """Lengths 20 to 24 with a window of 2 before the last key: keys 17 to 23, of which rank 1 of 4 has 17 to 19."""
     problem = VARIANTS["ring_decode"].problem((0, 40), 4, Band(2, 0), {}, 1)
-    assert [b and b.k for b in (block(problem, rank, (20, 24)) for rank in range(4))] == [None, (7, 10), (0, 4), None]
+    assert [b and b.k for b in (block(replace(problem, ends=(20, 24)), rank) for rank in range(4))] == [
+        None,
+        (7, 10),
+        (0, 4),
+        None,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -183,7 +190,6 @@ def test_a_decode_whose_keys_grow_is_planned_once(in_world, name, options, trans
     assert found["error"] < 1e-5
     assert found["wrong"] == [[]] * world
     assert found["kept"] == 1
-    assert found["built"] <= world
 
 
 def test_keys_that_no_query_sees_do_not_travel(in_world):

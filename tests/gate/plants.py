@@ -16,12 +16,12 @@ from torch import Tensor
 from attention import api, autograd, plan
 from attention.executors import all_to_all, dilated, gather, keys, ring, tree
 from attention.executors.plan import LocalCall, Plan, PlannedStep
-from attention.geometry import cuts, schedules, transfers
+from attention.geometry import cuts, schedules
 from attention.kernels import decompose, padded_values
 from attention.kernels import math as math_kernel
 from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, Band
-from attention.masks.mask import Mask
+from attention.masks.mask import Mask, built
 from attention.masks.rectangles import LO, UNBOUNDED
 from attention.reduction import grad_sum, lse_merge, stepwise
 from attention.reduction.sinks import with_sinks
@@ -107,9 +107,8 @@ def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
 
 
 def _forget() -> None:
-    cuts.forget()
-    for kept in (schedules.steps, schedules.most_keys, transfers.step_routes, transfers.gather_move):
-        kept.cache_clear()
+    built.cache_clear()
+    schedules.known.cache_clear()
 
 
 @contextmanager

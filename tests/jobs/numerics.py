@@ -143,10 +143,9 @@ def worst_lse(lse: torch.Tensor, exact: torch.Tensor) -> float:
 def growing(
     me: Rank, name: str, options: dict[str, Any], transport: str, most: int, window: tuple[int, int] = (-1, -1)
 ) -> dict[str, Any]:
-    """A decode whose keys grow one by one: the largest error of out and lse, how many plans are kept, how many
-    schedules were built for them, and the lengths at which a plan differs from its schedule."""
+    """A decode whose keys grow one by one: the largest error of out and lse, how many plans are kept, and the lengths at
+    which a plan differs from its schedule."""
     from attention.executors.plan import plan_steps
-    from attention.geometry.schedules import steps
 
     fn = attention.make(name, transport=transport, **options)
     generator = torch.Generator().manual_seed(0)
@@ -157,13 +156,12 @@ def growing(
     def local(n: int) -> list[torch.Tensor]:
         return [q, *(fn.shard(x[:, :n], role="kv") for x in (k, v))]
 
-    steps.cache_clear()
     errors = []
     for n in range(1, most + 1):
         out, lse = fn(*local(n), kv_tokens=n, window=window, return_lse=True)
         exact, exact_lse = KERNELS["math"].forward(q.double(), k[:, :n].double(), v[:, :n].double(), call)
         errors += [rel(out, exact), worst_lse(lse, exact_lse)]
-    built, kept = steps.misses, len(fn.plans)
+    kept = len(fn.plans)
     wrong = []
     for n in (*range(1, most + 1), *range(most, 0, -1)):
         plan = fn.plan(*local(n), kv_tokens=n, window=window)
@@ -171,7 +169,7 @@ def growing(
         expected = plan_steps(problem, me.rank, Call(plan.scale), False, me.device)
         if plan.problem != problem or list(map(_without_calls, plan.steps)) != list(map(_without_calls, expected)):
             wrong.append(n)
-    return {"error": max(me.gather(max(errors))), "kept": kept, "built": built, "wrong": me.gather(wrong)}
+    return {"error": max(me.gather(max(errors))), "kept": kept, "wrong": me.gather(wrong)}
 
 
 def _without_calls(step: Any) -> tuple[Any, ...]:

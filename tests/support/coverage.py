@@ -1,7 +1,7 @@
 """What the tests of the geometry share: problems of every kind, and masks pair by pair."""
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import accumulate
 from pkgutil import iter_modules
@@ -11,8 +11,10 @@ import numpy as np
 
 from attention import variants
 from attention.geometry import layouts
-from attention.geometry.layouts import Layout, positions
-from attention.geometry.schedules import SEQUENCE, Problem, Step
+from attention.geometry.cuts import Places
+from attention.geometry.layouts import Layout, Shard, positions
+from attention.geometry.schedules import SEQUENCE, Problem, Step, steps
+from attention.geometry.transfers import Move, move
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
@@ -135,6 +137,16 @@ def key_positions(problem: Problem, place: int, step: Step) -> np.ndarray:
         at = np.arange(problem.cu_seqlens[-1])
     else:
         at = np.array(positions(problem.layout.shards(problem.cu_seqlens, problem.world)[step.owner]), dtype=int)
-    if step.owner == place or step.where:
+    if step.owner == place or step.places is not None:
         return at
     return np.concatenate([at[a:b] for a, b in step.keys]) if step.keys else at[:0]
+
+
+def needed_keys(problem: Problem, rank: int) -> Shard:
+    """The global positions of the keys that a rank gathers, in the order of the gathered keys."""
+    return tuple(range(*interval) for interval in steps(problem, rank)[-1].keys)
+
+
+def redistributed(sources: Sequence[Shard], targets: Sequence[Shard], rank: int) -> Move:
+    """This rank's part in a move from shards to others."""
+    return move(Places.of_shards(sources), Places.of_shards(targets), len(sources), rank)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from attention.executors.plan import plan_steps
-from attention.geometry import schedules, transfers
-from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, length, most_keys, rank_pairs, steps
-from attention.geometry.transfers import Piece, Route, gather_move, move, needed_keys, side_by_side, step_routes
+from attention.geometry import schedules
+from attention.geometry.intervals import length, side_by_side
+from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, rank_pairs, steps
+from attention.geometry.transfers import Piece, Route, gather_move, step_routes
 from attention.kernels.interface import Call
 from attention.variants.registry import VARIANTS
-from tests.support.coverage import MASKS, WORLDS, does, problems, settings
+from tests.support.coverage import MASKS, WORLDS, does, needed_keys, problems, redistributed, settings
 
 every_variant = pytest.mark.parametrize("name", VARIANTS)
 every_world = pytest.mark.parametrize("world", WORLDS)
@@ -43,7 +44,7 @@ def test_routes_are_those_that_the_steps_of_all_ranks_give(name, world):
 def test_the_most_keys_of_a_step_are_those_of_the_rank_that_receives_most(name, world):
     for problem in problems(VARIANTS[name], world):
         everyones = [steps(problem, rank) for rank in range(problem.world)]
-        for i, most in enumerate(most_keys(problem)):
+        for i, most in enumerate(problem.schedule.most_keys(problem)):
             assert most == max(length(x[i].keys) if x[i].owner != rank else 0 for rank, x in enumerate(everyones))
 
 
@@ -54,7 +55,7 @@ def test_a_gather_moves_where_shards_and_needed_keys_overlap(name, world):
         shards = problem.layout.shards(problem.cu_seqlens, problem.world)
         needs = tuple(needed_keys(problem, rank) for rank in range(problem.world))
         for rank in range(problem.world):
-            assert gather_move(problem, rank) == move(shards, needs, rank), (problem, rank)
+            assert gather_move(problem, rank) == redistributed(shards, needs, rank), (problem, rank)
 
 
 def large_problems(name: str) -> list[Problem]:
@@ -76,8 +77,7 @@ def test_a_plan_builds_the_steps_of_this_rank_and_of_two_others_at_most(name, mo
             ranks.append(rank)
             return original(self, problem, rank)
 
-        for kept in (schedules.steps, schedules.most_keys, transfers.step_routes, transfers.gather_move):
-            kept.cache_clear()
+        schedules.known.cache_clear()
         with monkeypatch.context() as patched:
             patched.setattr(kind, "steps", counted)
             plan_steps(problem, problem.world // 2, Call(1.0), False, torch.device("cpu"))

@@ -14,21 +14,11 @@ import torch
 
 import attention
 from attention.executors.plan import plan_steps
+from attention.geometry.intervals import joined, union
 from attention.geometry.layouts import CONTIGUOUS, positions
 from attention.geometry.options import check_heads
-from attention.geometry.schedules import (
-    GATHER,
-    GATHER_SHARDS,
-    LOCAL_FIRST,
-    RING,
-    SEQUENCE,
-    Problem,
-    length,
-    masks,
-    steps,
-    union,
-)
-from attention.geometry.transfers import gather_move, joined, move, needed_keys, step_routes
+from attention.geometry.schedules import GATHER, GATHER_SHARDS, LOCAL_FIRST, RING, SEQUENCE, Problem, masks, steps
+from attention.geometry.transfers import gather_move, step_routes
 from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.masks.mask import Banded
@@ -48,9 +38,11 @@ from tests.support.coverage import (
     does,
     global_pairs,
     key_positions,
+    needed_keys,
     packs,
     problems,
     query_positions,
+    redistributed,
     settings,
 )
 
@@ -104,20 +96,24 @@ def test_all_ranks_have_as_many_steps(name, world):
 
 @every_variant
 @every_world
-def test_masks_are_those_of_all_blocks_and_full_or_the_problems_own(name, world):
+def test_masks_say_whether_any_block_is_a_window(name, world):
     for problem in problems(VARIANTS[name], world):
         if problem.is_cut:
             continue
         found = {b.mask for place in range(problem.world) for step in steps(problem, place) for b in step.blocks}
         known = set(masks(problem))
-        if problem.schedule is RING and problem.band.windowed and not problem.alike_by_distance:
-            assert {FULL, CAUSAL, Band(1, 1)} <= known, problem  # of windows a representative
-            continue
-        assert found <= known, problem
+        assert {m for m in found if not m.windowed} <= known, problem
         if problem.q_tokens is not None:  # also those for other numbers of keys
             assert known == {FULL} if problem.band.full or problem.q_tokens == 1 else {FULL, CAUSAL} <= known, problem
-            continue
-        assert known == found if problem.band.windowed else known <= {FULL, problem.band}, problem
+        windowed = any(m.windowed for m in known)
+        assert windowed or not any(m.windowed for m in found), problem
+        assert problem.band in known if windowed and problem.band.windowed and problem.q_tokens is None else True
+
+
+def test_a_window_that_no_sequence_is_longer_than_is_none():
+    for window, windowed in ((Band(7, 0), False), (Band(6, 0), True), (Band(-1, 7), False), (Band(-1, 6), True)):
+        problem = VARIANTS["ulysses"].problem((0, 8, 12), 2, window)
+        assert any(m.windowed for m in masks(problem)) == windowed
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
@@ -136,17 +132,6 @@ def test_every_rank_plans_a_packed_batch_with_an_empty_sequence(name, empty, n):
             for call, other in zip(step.calls, plain.calls, strict=True):
                 assert (call.q, call.k) == (other.q, other.k)
                 assert [x for x in call.call.q_lengths if x] == list(other.call.q_lengths)
-
-
-@pytest.mark.parametrize("name", ["ring_varlen", "zigzag_varlen", "zigzag_llama3"])
-def test_remote_ranks_blocks_of_a_large_packed_batch_are_not_built(name):
-    world, cu = 4, cumulated([64, 128, 32] * 40)
-    problem = VARIANTS[name].problem(cu, world, CAUSAL)
-    assert masks(problem) == (FULL, CAUSAL)
-    planned = plan_steps(problem, 1, Call(1.0), True, torch.device("cpu"))
-    assert any(step.calls for step in planned)
-    for place in {0, 2, 3}:
-        assert not any("blocks" in vars(step) for step in steps(problem, place))
 
 
 @pytest.mark.parametrize("name", ["zigzag", "zigzag_varlen", "zigzag_llama3", "ring_allgather", "usp"])
@@ -297,9 +282,11 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
         assert list(step.blocks) == expected
         held = [t for a, b in step.keys for t in range(a, b)]
         for block in step.blocks:
-            assert [t for a, b in step.where(block.k) for t in held[a:b]] == list(range(*block.k))
+            assert [t for a, b in step.where([block.k]) for t in held[a:b]] == list(range(*block.k))
         assert positions(needed_keys(problem, rank)) == [t for shard in shards for t in positions(shard)]
-        assert gather_move(problem, rank) == move(shards, tuple(needed_keys(problem, i) for i in range(world)), rank)
+        assert gather_move(problem, rank) == redistributed(
+            shards, [needed_keys(problem, i) for i in range(world)], rank
+        )
         route = gather_move(problem, rank).route
         for pieces in (route.receives, route.sends, route.reversed().receives, route.reversed().sends):
             assert len(pieces) == world - 1
@@ -414,9 +401,8 @@ def test_a_decode_has_no_balance_to_keep_and_takes_every_number_of_keys(name, wo
 
 
 def test_union_merges_what_meets_and_drops_what_is_empty():
-    assert union([(4, 6), (0, 2), (6, 9), (3, 3), (1, 2)]) == ((0, 2), (4, 9))
-    assert union([(0, 10), (2, 3), (20, 21)]) == ((0, 10), (20, 21))
-    assert length(union([(0, 10), (2, 3), (20, 21)])) == 11
+    rows = np.array([(4, 6, 0), (0, 2, 0), (6, 9, 0), (3, 3, 0), (1, 2, 0), (0, 10, 2), (2, 3, 2), (20, 21, 2)])
+    assert union(*rows.T).tolist() == [[0, 2, 0], [4, 9, 0], [0, 10, 2], [20, 21, 2]]
 
 
 def refusal(chosen: Variant, cu_seqlens: tuple[int, ...], world: int, mask: Band, options: Any = None) -> str:

@@ -5,9 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from attention.geometry.cuts import Places
 from attention.geometry.layouts import CONTIGUOUS, Shard, positions, size
 from attention.geometry.schedules import Problem, steps
-from attention.geometry.transfers import Move, Route, gather_move, move, needed_keys, overlaps, step_routes
+from attention.geometry.transfers import Move, Route, gather_move, shared, step_routes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from attention.variants.ring_allgather import PAIRED
@@ -19,8 +20,10 @@ from tests.support.coverage import (
     every_layout,
     global_pairs,
     key_positions,
+    needed_keys,
     problems,
     query_positions,
+    redistributed,
 )
 
 # an all-to-all has a ring across its groups
@@ -114,7 +117,7 @@ def test_a_move_redistributes_between_any_two_layouts(source, target):
     for world, lengths in product(WORLDS, [(1,), (5,), (3, 1, 2), (1, 0, 4)]):
         cu = cumulated(2 * world * n for n in lengths)
         sources, targets = source.shards(cu, world), target.shards(cu, world)
-        moves = [move(sources, targets, rank) for rank in range(world)]
+        moves = [redistributed(sources, targets, rank) for rank in range(world)]
         assert_agreed([m.route for m in moves])
         assert carried_out(sources, moves, [size(t) for t in targets]) == [positions(t) for t in targets]
         if source is target:
@@ -126,17 +129,18 @@ def test_a_move_there_and_its_reverse_are_the_moves_of_the_way_back(world):
     cu = cumulated(2 * world * n for n in (3, 1, 2))
     sources, targets = (x.shards(cu, world) for x in (CONTIGUOUS, PAIRED))
     for rank in range(world):
-        there, back = move(sources, targets, rank), move(targets, sources, rank)
-        assert there.route.reversed() == back.route
-        assert {(b, a) for a, b in there.local} == set(back.local)
+        there, back = redistributed(sources, targets, rank), redistributed(targets, sources, rank)
+        assert there.reversed().route == back.route
+        assert set(there.reversed().local) == set(back.local)
 
 
-def test_overlaps_are_the_shared_tokens_in_global_order():
-    one, other = (range(10, 14), range(6)), (range(4, 12),)
-    found = overlaps(one, other)
-    assert found == [((8, 10), (0, 2)), ((0, 2), (6, 8))]
-    assert taken(positions(one), [a for a, _ in found]) == taken(positions(other), [b for _, b in found])
-    assert overlaps(one, (range(6, 10),)) == []
+def test_the_tokens_that_shards_share_are_in_global_order():
+    one, other, none = (range(10, 14), range(6)), (range(4, 12),), (range(6, 10),)
+    mine, others = Places.of_shards([one]), Places.of_shards([other, none])
+    found, nothing = shared(mine, others, 2)
+    assert found == (((8, 10), (0, 2)), ((0, 2), (6, 8)))
+    assert taken(positions(one), found[0]) == taken(positions(other), found[1]) == [4, 5, 10, 11]
+    assert nothing == ((), ())
 
 
 @pytest.mark.parametrize("name", GATHERS)

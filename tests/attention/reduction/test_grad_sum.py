@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from attention.geometry.schedules import length
+from attention.geometry.intervals import length
 from attention.reduction.grad_sum import (
     MOST_PROGRAMS,
     Sum,
