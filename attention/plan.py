@@ -22,8 +22,7 @@ from attention.kernels import Call, Kernel
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
 from attention.masks.band import FULL, Band, Intervals
-from attention.masks.mask import Mask
-from attention.masks.padded import Padded
+from attention.masks.mask import Mask, Padded
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
 from attention.replay import takes_graphs

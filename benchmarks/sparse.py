@@ -185,9 +185,9 @@ def main() -> None:
             for name in options.kernels.split(","):
                 if time.monotonic() - start > options.seconds or (name == "flex" and tokens > 32768):
                     continue
-                row = Row(pattern, tokens, name, made.all_pairs / causal)
+                row = Row(pattern, tokens, name, made.pairs() / causal)
                 fresh = Pattern(tokens, tokens, made.rectangles)
-                found = attempt(row, Call(HEAD_DIM**-0.5, pattern=fresh), made.all_pairs, expected)
+                found = attempt(row, Call(HEAD_DIM**-0.5, pattern=fresh), made.pairs(), expected)
                 done(row)
                 if tokens <= 8192 and expected is None:
                     expected = found

@@ -10,9 +10,8 @@ from typing import Any
 from attention.errors import nearest
 from attention.masks.dca import dca
 from attention.masks.documents import block_causal_documents, documents, prefix_lm_documents, shared_prompt
-from attention.masks.global_window import global_window
 from attention.masks.mask import Mask
-from attention.masks.plain import causal, chunked, full, prefix_lm, rectangles, sliding_window
+from attention.masks.plain import causal, chunked, full, global_window, prefix_lm, rectangles, sliding_window
 from attention.masks.tiles import block_sparse
 
 __all__ = [
@@ -87,4 +86,5 @@ def _inner(value: Any) -> Any:
         raise ValueError(
             f"inner={dict(value)}: has no name; give for instance inner={{name: sliding_window, left: 512}}"
         )
-    return make(value["name"], **{str(key): x for key, x in value.items() if key != "name"})
+    parameters = {str(key): x for key, x in value.items()}
+    return make(parameters.pop("name"), **parameters)

@@ -6,9 +6,11 @@ layout. Pure Python, no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 Interval = tuple[int, int]  # [start, stop)
 Intervals = tuple[Interval, ...]
+UNBOUNDED = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,14 @@ class Band:
 
     def pairs(self, sq: int, sk: int) -> int:
         """The number of (query, key) pairs that the band keeps in an `sq` by `sk` rectangle."""
-        shift = sk - sq
-        upto = _pairs_below(sq, sk, shift + self.right) if self.right >= 0 else sq * sk
-        before = _pairs_below(sq, sk, shift - self.left - 1) if self.left >= 0 else 0
-        return upto - before
+        lo, hi = self.bounds(sk - sq)
+        pairs: int = pairs_below(sq, sk, hi) - pairs_below(sq, sk, lo - 1)
+        return pairs
+
+    def bounds(self, shift: int = 0) -> tuple[int, int]:
+        """(lo, hi) of `lo <= k - q <= hi`, where the last query is aligned to the key `shift` after it."""
+        lo = max(shift - self.left, -UNBOUNDED) if self.left >= 0 else -UNBOUNDED
+        return lo, min(shift + self.right, UNBOUNDED) if self.right >= 0 else UNBOUNDED
 
     def describe(self) -> str:
         if self.full:
@@ -64,15 +70,26 @@ FULL = Band()
 CAUSAL = Band(-1, 0)
 
 
-def _pairs_below(sq: int, sk: int, shift: int) -> int:
-    """Pairs with `j <= i + shift`, `0 <= i < sq`, `0 <= j < sk`: the sum over i of clamp(i + shift + 1, 0, sk)."""
-    first = max(0, -shift)  # the first row with a key
-    if first >= sq:
-        return 0
-    whole = min(max(sk - shift - 1, first), sq)  # the first row that sees all keys
-    rising = whole - first
-    total = rising * (first + shift + 1) + rising * (rising - 1) // 2
-    return total + (sq - whole) * sk
+def pairs_below(n: Any, m: Any, shift: Any) -> Any:
+    """Pairs with `j <= i + shift`, `0 <= i < n`, `0 <= j < m`: the sum over i of clamp(i + shift + 1, 0, m). For ints, or for
+    columns of them."""
+    shift = _positive(shift + n) - n
+    shift = m - _positive(m - shift)  # -n to m
+    return _triangle(shift + n) - _triangle(shift) - _triangle(shift + n - m)
+
+
+def _positive(x: Any) -> Any:
+    return x * (x > 0)
+
+
+def _triangle(x: Any) -> Any:
+    return _positive(x) * (x + 1) >> 1
+
+
+def narrower(a: Band, b: Band) -> Band:
+    """The intersection."""
+    sides = (a.left, b.left), (a.right, b.right)
+    return Band(*(min((bound for bound in side if bound >= 0), default=-1) for side in sides))
 
 
 def tile(mask: Band, q: Interval, k: Interval) -> tuple[Interval, Interval, Band] | None:

@@ -4,61 +4,24 @@ made for each input. One mask serves all sequences of a batch."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from attention.masks.checks import set_flags, set_whole, whole_numbers, within
-from attention.masks.global_window import window_and_globals
+from attention.masks.dca import chosen_globals
 from attention.masks.mask import Mask
-from attention.masks.random_keys import random_keys, runs
-from attention.masks.rectangles import Rectangles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_GLOBAL = 64
-MOST_BLOCK = 64
-
-
-@dataclass(frozen=True)
-class ChosenGlobals(Mask):
-    """|q - k| <= window // 2, or q or k is one of global_positions, or k in R(q); with causal, k <= q, too. R(q) is as
-    in `dca` with granularity=block: `random` keys in blocks of at most 64 for each tile of 128 queries."""
-
-    window: int
-    global_positions: tuple[int, ...]
-    random: int = 0
-    seed: int = 0
-    causal: bool = False
-
-    name: ClassVar[str] = "chosen_globals"
-
-    def __post_init__(self) -> None:
-        set_whole(self, "window", "random", "seed")
-        set_flags(self, "causal")
-        positions = whole_numbers("global_positions", self.global_positions)
-        object.__setattr__(self, "global_positions", tuple(sorted(set(positions))))
-
-    def build(self, tokens: int) -> Rectangles:
-        chosen, half = np.array(self.global_positions, np.int64), self.window // 2
-        if len(chosen):
-            within("the last of global_positions, plus 1,", int(chosen[-1]) + 1, tokens)
-        _, first, last = runs(np.zeros_like(chosen), chosen)
-        rest = window_and_globals(tokens, half, tuple(zip(first, last + 1, strict=True)), self.causal)
-        block = min(MOST_BLOCK, max(1, self.random))
-        drawn = random_keys(tokens, half, chosen, self.random, "block", block, self.seed, self.causal)
-        return np.concatenate([rest, drawn])
 
 
 def learned(
     hidden: Tensor, score: Callable[[Tensor], Tensor], window: int, seed: int = 0, causal: bool = False
-) -> ChosenGlobals:
+) -> Mask:
     """The mask for hidden states `[S, C]` or `[B, S, C]`: the global tokens that `score` chooses, the window, and
     0.1 * S random keys. On several ranks, give each the hidden states of the whole sequence, so that all have the same
     mask."""
-    return ChosenGlobals(window, global_positions(hidden, score), int(0.1 * hidden.shape[-2]), seed, causal)
+    return chosen_globals(window, global_positions(hidden, score), int(0.1 * hidden.shape[-2]), seed, causal)
 
 
 def global_positions(hidden: Tensor, score: Callable[[Tensor], Tensor]) -> tuple[int, ...]:

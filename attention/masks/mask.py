@@ -4,37 +4,41 @@ they are the same mask, and usable as keys. Sources and definitions stand with e
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import Signature, signature
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, get_type_hints
 
 import numpy as np
 
-from attention.masks.band import Band
+from attention.masks.band import FULL, Band, narrower
 from attention.masks.checks import whole_number
 from attention.masks.overlap import both
 from attention.masks.picture import picture
-from attention.masks.rectangles import HI, K1, LO, Q0, UNBOUNDED, Rectangles, pairs, rectangle, rectangles
+from attention.masks.rectangles import HI, K1, LO, Q0, UNBOUNDED, Rectangles, from_columns, pairs
 from attention.memo import memo
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 MOST_DENSE = 16384  # tokens of the largest boolean matrix
+P = ParamSpec("P")
 
 
-@dataclass(frozen=True)
 class Mask(ABC):
     """Which keys each query sees, both given by their position in the sequence (in a packed batch, in the whole batch).
 
-    A subclass is a frozen dataclass whose fields are the parameters, checks them in `__post_init__` (ValueError), and
-    builds its rectangles."""
-
-    name: ClassVar[str]
+    A subclass is a frozen dataclass that builds its rectangles."""
 
     @abstractmethod
     def build(self, tokens: int) -> Rectangles:
         """The rectangles for a sequence of so many tokens; no pair is in two. Raises ValueError for a number of tokens
         that the mask is not for."""
+
+    def describe(self) -> str:
+        """The call that makes the mask; long lists are cut short."""
+        return repr(self)
 
     def rectangles(self, tokens: int) -> Rectangles:
         """As `build`; read-only, the last ones are kept."""
@@ -86,14 +90,8 @@ class Mask(ABC):
         if not isinstance(other, Mask):
             return NotImplemented
         if self.band is not None and other.band is not None:
-            return Banded.of(narrower(self.band, other.band))
+            return Banded(narrower(self.band, other.band))
         return Both(self, other)
-
-    def describe(self) -> str:
-        """The call that makes the mask; long lists are cut short."""
-        return (
-            f"{self.name}({', '.join(f'{x.name}={short(getattr(self, x.name))}' for x in fields(self) if x.compare)})"
-        )
 
     def asked(self) -> str:
         """The arguments of the call that asks for the mask, for messages."""
@@ -103,48 +101,72 @@ class Mask(ABC):
         return self.describe()
 
 
-def _weight(found: Rectangles, *_: object) -> int:
-    return len(found)
-
-
-@memo(_weight, 1 << 21)
+@memo(lambda x, *_: len(x), 1 << 21)
 def built(mask: Mask, tokens: int) -> Rectangles:
-    found = mask.build(tokens)
-    found.flags.writeable = False
-    return found
+    x = mask.build(tokens)
+    x.flags.writeable = False
+    return x
 
 
 def short(value: Any) -> str:
     """A value in a message or a label: of a long list the first four."""
-    if isinstance(value, tuple) and len(value) > 6:
-        return f"[{', '.join(map(short, value[:4]))}, … {len(value)} in all]"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(short, value))}]"
-    return str(value)
+    if not isinstance(value, tuple):
+        return str(value)
+    shown = list(map(short, value if len(value) <= 6 else value[:4]))
+    if len(shown) < len(value):
+        shown.append(f"… {len(value)} in all")
+    return f"[{', '.join(shown)}]"
+
+
+@dataclass(frozen=True)
+class FamilyMask(Mask):
+    """A mask of a family, the function that makes it. parameters: (name, value) in the order of the function's.
+
+    request: the arguments of the call that asked for the mask other than by `mask=`."""
+
+    name: str
+    parameters: tuple[tuple[str, Any], ...]
+    family: Callable[..., FamilyMask] = field(repr=False)
+    request: str = field(default="", compare=False, repr=False)
+
+    def build(self, tokens: int) -> Rectangles:
+        x: Rectangles = self.family.__wrapped__(tokens, **dict(self.parameters))  # type: ignore[attr-defined]
+        return x
+
+    def describe(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={short(value)}' for name, value in self.parameters)})"
+
+    def asked(self) -> str:
+        return self.request or super().asked()
+
+
+def family(build: Callable[Concatenate[int, P], Rectangles]) -> Callable[P, FamilyMask]:
+    """The function that makes the masks of a family. build: returns the rectangles for a number of tokens and the
+    parameters; the type of each is annotated with its check."""
+    _, *parameters = signature(build).parameters.values()
+    types = get_type_hints(build, include_extras=True)
+    checks = {x.name: types[x.name].__metadata__[-1] for x in parameters}
+    accepted = Signature(parameters)
+
+    @wraps(build)
+    def make(*args: P.args, **kwargs: P.kwargs) -> FamilyMask:
+        call = accepted.bind(*args, **kwargs)
+        call.apply_defaults()
+        values = tuple([(name, checks[name](name, value)) for name, value in call.arguments.items()])
+        return FamilyMask(build.__name__, values, make)
+
+    make.__signature__ = accepted  # type: ignore[attr-defined]
+    return make
 
 
 @dataclass(frozen=True)
 class Banded(Mask):
     """One band over the whole sequence: full, causal and sliding windows."""
 
-    left: int = -1
-    right: int = -1
-
-    name: ClassVar[str] = "band"
-
-    def __post_init__(self) -> None:
-        Band.of(False, (self.left, self.right))  # checks the bounds
-
-    @staticmethod
-    def of(band: Band) -> Banded:
-        return Banded(band.left, band.right)
-
-    @property
-    def band(self) -> Band:
-        return Band(self.left, self.right)
+    band: Band = FULL
 
     def build(self, tokens: int) -> Rectangles:
-        return rectangles([rectangle((0, tokens), (0, tokens), self.band)])
+        return from_columns(0, tokens, 0, tokens, *self.band.bounds())
 
     def describe(self) -> str:
         return self.band.describe()
@@ -157,8 +179,6 @@ class Both(Mask):
     a: Mask
     b: Mask
 
-    name: ClassVar[str] = "and"
-
     def build(self, tokens: int) -> Rectangles:
         return both(self.a.rectangles(tokens), self.b.rectangles(tokens))
 
@@ -166,13 +186,22 @@ class Both(Mask):
         return f"{self.a.describe()} & {self.b.describe()}"
 
     def asked(self) -> str:
-        return (
-            f"mask={self.describe()}" if self.b.asked().startswith("mask=") else f"{self.a.asked()}, {self.b.asked()}"
-        )
+        request = self.b.asked()
+        return super().asked() if request.startswith("mask=") else f"{self.a.asked()}, {request}"
 
 
-def narrower(a: Band, b: Band) -> Band:
-    def least(x: int, y: int) -> int:
-        return max(x, y) if min(x, y) < 0 else min(x, y)
+@dataclass(frozen=True)
+class Padded(Mask):
+    """`mask` over all but the last `padding` tokens, which see nothing and which nothing sees."""
 
-    return Band(least(a.left, b.left), least(a.right, b.right))
+    mask: Mask
+    padding: int
+
+    def build(self, tokens: int) -> Rectangles:
+        return self.mask.rectangles(tokens - self.padding)
+
+    def describe(self) -> str:
+        return f"{self.mask.describe()} with padding={self.padding}"
+
+    def asked(self) -> str:
+        return f"{self.mask.asked()} with padding={self.padding}"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from attention.masks.band import FULL, Band, Interval
-from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, UNBOUNDED, Rectangles, band_of, pairs
+from attention.masks.rectangles import K0, K1, Q0, Q1, UNBOUNDED, Rectangles, band_of, from_columns, in_order, pairs
 
 Entry = tuple[Interval, tuple[Interval, ...]]  # queries, and the keys that they see side by side
 
 
-@dataclass(frozen=True, eq=False)
-class Round:
+class Round(NamedTuple):
     """Calls that can be one packed call: the entries' queries are disjoint. `band` is aligned bottom-right in each;
     an entry with several key intervals has no band."""
 
@@ -33,14 +32,7 @@ class Pattern:
     rectangles: Rectangles
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from it
 
-    full = False  # as of a band
-    edges = 0
-
     def pairs(self, *_: int) -> int:
-        return self.all_pairs
-
-    @cached_property
-    def all_pairs(self) -> int:
         return int(pairs(self.rectangles).sum())
 
     @cached_property
@@ -48,41 +40,39 @@ class Pattern:
         """All rectangles as packed calls. Whole rectangles of the same queries are one entry. Bounds on one side are
         causal or, for the rows that see every key, whole; only rectangles with a lower bound need a kernel with
         windows."""
-        by_band: dict[Band, list[Entry]] = {}
+        banded: dict[Band, list[Entry]] = {}
         whole: dict[Interval, list[Interval]] = {}
         for row in _without_trapezoids(self.rectangles).tolist():
             q, k, band = (row[Q0], row[Q1]), (row[K0], row[K1]), band_of(row)
             if band.full:
                 whole.setdefault(q, []).append(k)
             else:
-                by_band.setdefault(band, []).append((q, (k,)))
+                banded.setdefault(band, []).append((q, (k,)))
         if whole:
-            by_band[FULL] = sorted((q, tuple(sorted(ks))) for q, ks in whole.items())
-        found: list[Round] = []
-        for band, entries in by_band.items():
-            found += [Round(band, tuple(each)) for each in _disjoint(entries)]
-        return tuple(found)
+            banded[FULL] = [(q, tuple(keys)) for q, keys in whole.items()]
+        return tuple(Round(band, entries) for band in banded for entries in _disjoint(banded[band]))
 
 
 def _without_trapezoids(x: Rectangles) -> Rectangles:
     """Rectangles with an upper bound alone as a causal part, whose last row is the first that sees every key, and a
     whole part below it."""
-    last = x[:, K1] - x[:, HI]  # the row after the first one that sees every key
-    split = (x[:, LO] <= -UNBOUNDED) & (x[:, HI] < UNBOUNDED) & (last < x[:, Q1])
-    above, below = x.copy(), x[split].copy()
-    above[split, Q1] = last[split]
-    below[:, Q0], below[:, HI] = last[split], UNBOUNDED
-    found = np.concatenate([above, below])
-    return found[np.lexsort((found[:, K0], found[:, Q0]))]
+    q0, q1, k0, k1, lo, hi = x.T
+    last = np.where(
+        (lo <= -UNBOUNDED) & (hi < UNBOUNDED), k1 - hi, q1
+    )  # the row after the first one that sees every key
+    above = from_columns(q0, np.minimum(last, q1), k0, k1, lo, hi)
+    below = from_columns(np.maximum(last, q0), q1, k0, k1, lo, hi)
+    return in_order(np.concatenate([above, below]), (K0, Q0))
 
 
-def _disjoint(entries: list[Entry]) -> list[list[Entry]]:
-    """The entries, sorted by queries, in as few lists as possible in which queries are disjoint."""
-    found: list[list[Entry]] = []
+def _disjoint(entries: list[Entry]) -> list[tuple[Entry, ...]]:
+    """The entries, sorted by queries, in as few groups as possible in which queries are disjoint."""
+    groups: list[list[Entry]] = []
     for entry in sorted(entries):
-        into = next((each for each in found if each[-1][0][1] <= entry[0][0]), None)
-        if into is None:
-            found.append([entry])
+        for group in groups:
+            if group[-1][0][1] <= entry[0][0]:
+                group.append(entry)
+                break
         else:
-            into.append(entry)
-    return found
+            groups.append([entry])
+    return list(map(tuple, groups))

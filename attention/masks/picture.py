@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from attention.masks.rectangles import K0, Q0, Rectangles, pairs, placed
+from attention.masks.overlap import both
+from attention.masks.rectangles import K0, Q0, Rectangles, from_columns, pairs
 
 SHADES = "·░▒▓█"  # no pair, up to a third, up to two thirds, nearly all, all pairs
 
@@ -18,11 +19,10 @@ def picture(x: Rectangles, tokens: int, width: int) -> str:
     if not cells:
         return ""
     borders = np.arange(cells + 1) * tokens // cells
-    places = [(start, stop, start) for start, stop in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)]
-    parts, _ = placed(placed(x, places, keys=False)[0], places, keys=True)
-    line, column = (np.searchsorted(borders, parts[:, at], "right") - 1 for at in (Q0, K0))
-    found = np.bincount(line * cells + column, pairs(parts).astype(float), cells * cells).reshape(cells, cells)
+    start, stop = borders[:-1], borders[1:]
+    parts = both(x, from_columns(start[:, None], stop[:, None], start, stop))
+    kept, *_ = np.histogram2d(parts[:, Q0], parts[:, K0], (borders, borders), weights=pairs(parts).astype(float))
     size = np.diff(borders).astype(float)
-    share = found / (size[:, None] * size)
+    share = kept / np.outer(size, size)
     shade = np.where(share >= 1, len(SHADES) - 1, np.ceil(share * (len(SHADES) - 2)).astype(np.int64))
     return "\n".join("".join(SHADES[s] * 2 for s in row) for row in shade.tolist())

@@ -1,18 +1,18 @@
-"""Masks of one or few rectangles: full, causal, sliding windows, chunks, prefix LM, and any list of rectangles."""
+"""Masks of one or few rectangles: full, causal, sliding windows, chunks, prefix LM, a window with global tokens, and any list
+of rectangles."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 import numpy as np
 
-from attention.masks.band import Band
-from attention.masks.checks import set_whole, whole_number, whole_numbers, within
-from attention.masks.mask import Banded, Mask
+from attention.masks.band import CAUSAL, Band
+from attention.masks.checks import Count, Flag, Positive, whole_number, whole_numbers, within
+from attention.masks.mask import Banded, family
 from attention.masks.overlap import sharing
-from attention.masks.rectangles import UNBOUNDED, Rectangles, from_columns, rectangle, trimmed
+from attention.masks.rectangles import UNBOUNDED, Column, Rectangles, from_columns, rectangle, trimmed
 
 Part = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # queries, keys, band
 
@@ -24,111 +24,102 @@ def full() -> Banded:
 
 def causal() -> Banded:
     """k <= q"""
-    return Banded(-1, 0)
+    return Banded(CAUSAL)
 
 
 def sliding_window(left: int, right: int = 0) -> Banded:
     """q - left <= k <= q + right; -1 is unbounded.
 
     A window of (0, 0) is the diagonal. Raises ValueError for a bound below -1."""
-    return Banded(whole_number("left", left, -1), whole_number("right", right, -1))
+    return Banded(Band(whole_number("left", left, -1), whole_number("right", right, -1)))
 
 
-def chunked(chunk: int) -> Mask:
+@family
+def chunked(tokens: int, chunk: Positive) -> Rectangles:
     """k <= q and k // chunk == q // chunk
 
     The chunked attention of Llama 4. The last chunk may be short. Raises ValueError for a chunk below 1."""
-    return Chunked(chunk)
+    start = np.arange(0, tokens, chunk)
+    stop = np.minimum(start + chunk, tokens)
+    return from_columns(start, stop, start, stop, hi=0)
 
 
-def prefix_lm(prefix: int) -> Mask:
+@family
+def prefix_lm(tokens: int, prefix: Count) -> Rectangles:
     """k <= q or k < prefix
 
     Raises ValueError for a negative prefix; when built, for one longer than the sequence."""
-    return PrefixLM(prefix)
+    within("prefix", prefix, tokens)
+    return from_columns([0, prefix], [prefix, tokens], 0, [prefix, tokens], hi=[UNBOUNDED, 0])
 
 
-def rectangles(parts: Sequence[Part]) -> Mask:
+@family
+def global_window(tokens: int, window: Count, global_tokens: Count, causal: Flag = False) -> Rectangles:
+    """|q - k| <= window, or k < global_tokens, or q < global_tokens; with causal, k <= q, too
+
+    A window of 0 is the diagonal. Raises ValueError for a negative number; when built, for more global tokens than the
+    sequence has."""
+    within("global_tokens", global_tokens, tokens)
+    return window_and_globals(tokens, window, np.array([0]), np.array([global_tokens]), causal)
+
+
+def window_and_globals(tokens: int, window: int, start: Column, stop: Column, causal: bool) -> Rectangles:
+    """|q - k| <= window, or q or k is global; with `causal`, k <= q, too. start, stop: of the runs of global tokens,
+    disjoint and sorted. Of n runs the rectangles are at most (n + 1) * (2 n + 1)."""
+    after, before = np.append(0, stop), np.append(start, tokens)  # between the runs
+    hi = 0 if causal else UNBOUNDED
+    rows = from_columns(start, stop, 0, tokens, hi=hi)
+    queries, upto = after[:, None], before[:, None]
+    columns = from_columns(queries, upto, start, stop, hi=hi)
+    windows = from_columns(queries, upto, after, before, -window, 0 if causal else window)
+    return np.concatenate([rows, columns, windows])
+
+
+def _disjoint(name: str, parts: Any) -> tuple[Part, ...]:
+    """The parts as tuples of ints; no two share a pair."""
+    if isinstance(parts, str) or not isinstance(parts, Iterable):
+        raise ValueError(
+            f"{name}={parts!r}: must be a list of [[q0,q1],[k0,k1],[left,right]], such as [[[0,8],[0,8],[-1,0]]]"
+        )
+    checked = tuple(_part(f"rectangle {number}", part) for number, part in enumerate(parts))
+    shared = sharing(_rows(checked))
+    if shared is not None:
+        first, second = shared
+        raise ValueError(
+            f"rectangles {first} and {second}, {checked[first]} and {checked[second]}: share a (query, key) pair; "
+            "each pair may be in one rectangle only, so cut one of the two"
+        )
+    return checked
+
+
+def _part(name: str, part: Any) -> Part:
+    try:
+        q, k, band = part
+        (_, _), (_, _), (_, _) = q, k, band
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}, {part}: must be [[q0,q1],[k0,k1],[left,right]]") from None
+    (q0, q1), (k0, k1) = whole_numbers(f"{name} queries", q), whole_numbers(f"{name} keys", k)
+    left, right = whole_numbers(f"{name} band", band, -1)
+    if q0 > q1 or k0 > k1:
+        raise ValueError(f"{name}, queries {[q0, q1]} and keys {[k0, k1]}: each must be [start,stop], start <= stop")
+    return (q0, q1), (k0, k1), (left, right)
+
+
+def _rows(parts: Sequence[Part]) -> Rectangles:
+    return np.array([rectangle(q, k, Band(*band)) for q, k, band in parts], np.int64).reshape(-1, 6)
+
+
+@family
+def rectangles(tokens: int, parts: Annotated[Sequence[Part], _disjoint]) -> Rectangles:
     """Any list of ((q0, q1), (k0, k1), (left, right)), each a band aligned bottom-right in its rectangle.
 
     Queries [q0, q1) see those keys of [k0, k1) with q - q1 - left <= k - k1 <= q - q1 + right; -1 is unbounded. A query
     in no rectangle sees no key. Raises ValueError where two rectangles share a pair; when built, for a rectangle that
     reaches beyond the sequence."""
-    if isinstance(parts, str) or not isinstance(parts, Iterable):
-        raise ValueError(
-            f"parts={parts!r}: must be a list of [[q0,q1],[k0,k1],[left,right]], such as [[[0,8],[0,8],[-1,0]]]"
-        )
-    return Listed(tuple(_part(number, part) for number, part in enumerate(parts)))
-
-
-@dataclass(frozen=True)
-class Chunked(Mask):
-    chunk: int
-
-    name: ClassVar[str] = "chunked"
-
-    def __post_init__(self) -> None:
-        set_whole(self, "chunk", least=1)
-
-    def build(self, tokens: int) -> Rectangles:
-        start = np.arange(0, tokens, self.chunk)
-        stop = np.minimum(start + self.chunk, tokens)
-        return from_columns(start, stop, start, stop, hi=0)
-
-
-@dataclass(frozen=True)
-class PrefixLM(Mask):
-    prefix: int
-
-    name: ClassVar[str] = "prefix_lm"
-
-    def __post_init__(self) -> None:
-        set_whole(self, "prefix")
-
-    def build(self, tokens: int) -> Rectangles:
-        within("prefix", self.prefix, tokens)
-        return from_columns([0, self.prefix], [self.prefix, tokens], 0, [self.prefix, tokens], hi=[UNBOUNDED, 0])
-
-
-@dataclass(frozen=True)
-class Listed(Mask):
-    parts: tuple[Part, ...]
-
-    name: ClassVar[str] = "rectangles"
-
-    def __post_init__(self) -> None:
-        shared = sharing(self._rows())
-        if shared is not None:
-            first, second = sorted(shared)
+    for number, (q, k, _) in enumerate(parts):
+        if max(q[1], k[1]) > tokens:
             raise ValueError(
-                f"rectangles {first} and {second}, {self.parts[first]} and {self.parts[second]}: share a (query, key) pair; "
-                "each pair may be in one rectangle only, so cut one of the two"
+                f"rectangle {number}, queries {list(q)} and keys {list(k)}: the sequence has {tokens} tokens; "
+                f"end both at {tokens} or before"
             )
-
-    def build(self, tokens: int) -> Rectangles:
-        for number, (q, k, _) in enumerate(self.parts):
-            if max(q[1], k[1]) > tokens:
-                raise ValueError(
-                    f"rectangle {number}, queries {list(q)} and keys {list(k)}: the sequence has {tokens} tokens; "
-                    f"end both at {tokens} or before"
-                )
-        return trimmed(self._rows())
-
-    def _rows(self) -> Rectangles:
-        return np.array([rectangle(q, k, Band(*band)) for q, k, band in self.parts], np.int64).reshape(-1, 6)
-
-
-def _part(number: int, part: Any) -> Part:
-    """A rectangle of the list, checked, as tuples of ints."""
-    try:
-        q, k, band = part
-        (_, _), (_, _), (_, _) = q, k, band
-    except (TypeError, ValueError):
-        raise ValueError(f"rectangle {number}, {part}: must be [[q0,q1],[k0,k1],[left,right]]") from None
-    q, k = whole_numbers(f"rectangle {number} queries", q), whole_numbers(f"rectangle {number} keys", k)
-    left, right = whole_numbers(f"rectangle {number} band", band, -1)
-    if q[0] > q[1] or k[0] > k[1]:
-        raise ValueError(
-            f"rectangle {number}, queries {list(q)} and keys {list(k)}: each must be [start,stop], start <= stop"
-        )
-    return (q[0], q[1]), (k[0], k[1]), (left, right)
+    return trimmed(_rows(parts))

@@ -5,25 +5,28 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from attention.masks.band import Band
-from attention.masks.documents import Documents
-from attention.masks.mask import Banded, Mask, narrower
+from attention.masks.band import Band, narrower
+from attention.masks.documents import as_documents, documents
+from attention.masks.mask import Banded, FamilyMask, Mask, short
 
 
 def of_sequences(band: Band, cu_seqlens: tuple[int, ...]) -> Mask:
     """The mask of one band within every sequence of a packed batch, or of one sequence."""
+    inner = Banded(band)
     if len(cu_seqlens) == 2:
-        return Banded.of(band)
-    return Documents(tuple(b - a for a, b in pairwise(cu_seqlens)), Banded.of(band), packed=True)
+        return inner
+    request = f"{inner} attention with cu_seqlens={short(cu_seqlens)}"
+    return FamilyMask("documents", (("lengths", _lengths(cu_seqlens)), ("inner", inner)), documents, request)
 
 
 def one_band(mask: Mask, cu_seqlens: tuple[int, ...]) -> Band | Mask:
     """The band within every sequence, where the mask is that; else the mask."""
-    if len(cu_seqlens) == 2:
-        return mask if mask.band is None else mask.band
-    if isinstance(mask, Documents) and mask.lengths == tuple(b - a for a, b in pairwise(cu_seqlens)):
-        return mask if mask.inner.band is None else mask.inner.band
-    return mask
+    lengths, inner = as_documents(mask, cu_seqlens[-1])
+    return mask if inner.band is None or lengths != _lengths(cu_seqlens) else inner.band
+
+
+def _lengths(cu_seqlens: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple([b - a for a, b in pairwise(cu_seqlens)])
 
 
 def mask_of(band: Band, cu_seqlens: tuple[int, ...], mask: Mask | None) -> Band | Mask:

@@ -6,22 +6,24 @@ Query tile t has the queries [t * block, (t + 1) * block), key tile u the keys [
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated
 
 import numpy as np
 
-from attention.masks.checks import one_of, set_flags, set_whole
-from attention.masks.mask import Mask
+from attention.masks.checks import Flag, Positive, one_of
+from attention.masks.mask import family
 from attention.masks.rectangles import UNBOUNDED, Rectangles, from_columns
 
 LOCAL_TOKENS = 512  # how far the local window reaches
 GLOBAL_TOKENS = 64
 NEAR_TILES = 8  # all tiles nearer than this are kept by dilated_sparse; a power of two
+PATTERNS = "local_window", "dilated_sparse", "global_local"
 
 
-def block_sparse(pattern: str, block: int = 128, causal: bool = False) -> Mask:
+@family
+def block_sparse(
+    tokens: int, pattern: Annotated[str, one_of(*PATTERNS)], block: Positive = 128, causal: Flag = False
+) -> Rectangles:
     """whole tiles of `block` tokens: local_window, dilated_sparse or global_local; with causal, k <= q, too
 
     With query tile t = q // block, key tile u = k // block and their distance d = |t - u|:
@@ -33,65 +35,33 @@ def block_sparse(pattern: str, block: int = 128, causal: bool = False) -> Mask:
 
     With `causal` tiles ahead are left out, and those on the diagonal are causal within. The last tile is short where
     the sequence is no multiple of `block`. Raises ValueError for an unknown pattern and a block below 1."""
-    return BlockSparse(pattern, block, causal)
-
-
-@dataclass(frozen=True)
-class BlockSparse(Mask):
-    pattern: str
-    block: int = 128
-    causal: bool = False
-
-    name: ClassVar[str] = "block_sparse"
-
-    def __post_init__(self) -> None:
-        one_of("pattern", self.pattern, _PATTERNS)
-        set_whole(self, "block", least=1)
-        set_flags(self, "causal")
-
-    def build(self, tokens: int) -> Rectangles:
-        return _PATTERNS[self.pattern](tokens, self.block, self.causal)
-
-
-def _band(tokens: int, block: int, reach: int, causal: bool, first_query: int = 0, first_key: int = 0) -> Rectangles:
-    """Tiles of distance at most `reach`, without the queries and keys before the first ones (multiples of `block`)."""
-    start = np.arange(first_query, tokens, block)
-    stop = np.minimum(start + block, tokens)
-    k0 = np.maximum(start - reach * block, first_key)
-    k1 = stop if causal else np.minimum(start + (reach + 1) * block, tokens)
-    return from_columns(start, stop, k0, k1, hi=0 if causal else UNBOUNDED)
-
-
-def _local_window(tokens: int, block: int, causal: bool) -> Rectangles:
-    return _band(tokens, block, _tiles(LOCAL_TOKENS, block), causal)
-
-
-def _global_local(tokens: int, block: int, causal: bool) -> Rectangles:
-    start = min(_tiles(GLOBAL_TOKENS, block) * block, tokens)
     hi = 0 if causal else UNBOUNDED
+    if pattern == "dilated_sparse":
+        return np.concatenate([_near(tokens, block, NEAR_TILES - 1, hi), _far(tokens, block, causal)])
+    reach = _tiles(LOCAL_TOKENS, block)
+    if pattern == "local_window":
+        return _near(tokens, block, reach, hi)
+    start = min(_tiles(GLOBAL_TOKENS, block) * block, tokens)
     rows, columns = from_columns(0, start, 0, tokens, hi=hi), from_columns(start, tokens, 0, start)
-    return np.concatenate([rows, columns, _band(tokens, block, _tiles(LOCAL_TOKENS, block), causal, start, start)])
+    return np.concatenate([rows, columns, _near(tokens, block, reach, hi, start)])
 
 
-def _dilated_sparse(tokens: int, block: int, causal: bool) -> Rectangles:
-    tiles = _tiles(tokens, block)
-    octaves = [1 << i for i in range(NEAR_TILES.bit_length() - 1, tiles.bit_length())]
-    far = np.concatenate([np.zeros(0, np.int64), *(np.arange(d, 2 * d, d // 4) for d in octaves)])
+def _near(tokens: int, block: int, reach: int, hi: int, first: int = 0) -> Rectangles:
+    """Tiles of distance at most `reach`, without the tokens before the first one (a multiple of `block`)."""
+    start = np.arange(first, tokens, block)
+    stop = np.minimum(start + block, tokens)
+    k0, k1 = np.maximum(start - reach * block, first), np.minimum(start + (reach + 1) * block, tokens)
+    return from_columns(start, stop, k0, k1, hi=hi)
+
+
+def _far(tokens: int, block: int, causal: bool) -> Rectangles:
+    octaves = range(NEAR_TILES.bit_length() - 1, _tiles(tokens, block).bit_length())
+    far = np.array([quarters << i - 2 for i in octaves for quarters in range(4, 8)], np.int64)
     distance = far if causal else np.concatenate([far, -far])
-    query = np.arange(tiles)[:, None]
-    query, key = np.broadcast_arrays(query, query - distance)
-    kept = (key >= 0) & (key < tiles)
-    start, k0 = query[kept] * block, key[kept] * block
-    single = from_columns(start, np.minimum(start + block, tokens), k0, np.minimum(k0 + block, tokens))
-    return np.concatenate([_band(tokens, block, NEAR_TILES - 1, causal), single])
+    start = np.arange(0, tokens, block)[:, None]
+    k0 = start - distance * block
+    return from_columns(start, np.minimum(start + block, tokens), np.maximum(k0, 0), np.minimum(k0 + block, tokens))
 
 
 def _tiles(tokens: int, block: int) -> int:
     return -(-tokens // block)
-
-
-_PATTERNS: dict[str, Callable[[int, int, bool], Rectangles]] = {
-    "local_window": _local_window,
-    "dilated_sparse": _dilated_sparse,
-    "global_local": _global_local,
-}

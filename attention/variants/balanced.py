@@ -14,17 +14,16 @@ from attention.geometry.layouts import IN_ORDER, CuSeqlens, Layout, Shard
 from attention.geometry.options import GatherOptions, option
 from attention.geometry.schedules import GatherSchedule, Problem, rank_pairs
 from attention.geometry.trades import even_shards
-from attention.masks.band import Band
-from attention.masks.mask import Banded, Mask
+from attention.masks.band import CAUSAL, Band
+from attention.masks.mask import Banded, Mask, Padded
 from attention.masks.overlap import both
-from attention.masks.padded import Padded
 from attention.masks.rectangles import pairs
 from attention.masks.sequences import of_sequences
 from attention.memo import memo
 from attention.variants.base import Variant, register
 
 UNEVEN = 1.05  # the most pairs of a rank over the mean above which a result says it
-CAUSAL = Banded(-1, 0)
+DEFAULT = Banded(CAUSAL)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class BalancedOptions(GatherOptions):
 
     @property
     def made_for(self) -> Mask:
-        return CAUSAL if self.mask is None else self.mask
+        return DEFAULT if self.mask is None else self.mask
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         super().check(heads, kv_heads, world)
@@ -127,7 +126,7 @@ register(
         source="after MagiAttention's dispatch of chunks by area (SandAI, 2025)",
         use="any mask that is neither full nor causal, and packed batches of real lengths: made for one mask",
         executor="gather",
-        layout=Layout("balanced", 1, MaskSplit(CAUSAL, None, None), per_sequence=False),
+        layout=Layout("balanced", 1, MaskSplit(DEFAULT, None, None), per_sequence=False),
         schedule=BalancedSchedule(),
         any_mask=True,
         options=BalancedOptions,

@@ -28,9 +28,8 @@ from attention.geometry.options import Options, one_of, option
 from attention.geometry.schedules import GATHER, LOCAL, LocalSchedule, Problem, Subproblem
 from attention.masks.band import Band
 from attention.masks.checks import whole_numbers
-from attention.masks.documents import Documents
-from attention.masks.mask import Banded, Mask
-from attention.masks.padded import Padded
+from attention.masks.documents import as_documents, documents
+from attention.masks.mask import Banded, Mask, Padded
 from attention.variants.base import Variant, register
 from attention.variants.llama3 import PACKED
 
@@ -170,7 +169,7 @@ class Mixture(LocalSchedule):
                     # no key travels, and equal segments are a batch
                     tokens, fold, copies, ranks = lengths[0], len(lengths) // ranks, ranks, 1
                 elif lengths != (tokens,):
-                    form = Padded(Documents(lengths, Banded.of(problem.band)), tokens - sum(lengths))
+                    form = Padded(documents(lengths, Banded(problem.band)), tokens - sum(lengths))
                 within = Problem((0, tokens), ranks, form, CONTIGUOUS, CONTIGUOUS, GATHER if ranks > 1 else LOCAL)
                 earlier = pair if longnet else 0, kv_earlier, kv_earlier
                 yield Component(len(q_heads), len(key_heads), within, fold, copies, rate, offset, (q, kv, kv), earlier)
@@ -204,7 +203,7 @@ class Dilated(Variant[Any]):
     ) -> Problem:
         chosen, sequences = self.parse(options), cu_seqlens
         if isinstance(mask, Padded):
-            lengths = mask.mask.lengths if isinstance(mask.mask, Documents) else (cu_seqlens[-1] - mask.padding,)
+            lengths, _ = as_documents(mask.mask, cu_seqlens[-1] - mask.padding)
             mask, sequences = mask.mask, tuple(accumulate(lengths, initial=0))
         pairs = chosen.pairs(sequences[-1])
         unit = lcm(*(rate for _, rate in pairs))

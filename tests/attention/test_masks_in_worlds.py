@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import attention
-from attention.masks.mask import Banded
+from attention import masks
 from attention.variants.registry import VARIANTS
 from runner.config.variants import PACKED
 from tests.jobs import masks as jobs
@@ -71,5 +71,5 @@ def test_other_variants_refuse_in_one_line(name):
 
 
 def test_bands_take_the_closed_forms():
-    for band, is_cut in ((Banded(-1, 0), False), (Banded(5, 0), False), (built(ANY[0]), True)):
-        assert VARIANTS["ring"].problem((0, 48), 4, band).is_cut == is_cut
+    for mask, is_cut in ((masks.causal(), False), (masks.sliding_window(5), False), (built(ANY[0]), True)):
+        assert VARIANTS["ring"].problem((0, 48), 4, mask).is_cut == is_cut

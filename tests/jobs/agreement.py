@@ -14,6 +14,7 @@ import attention
 from attention.agreement import Disagreement, calls_over
 from attention.kernels.patterns import ForPatterns
 from attention.masks import rectangles
+from attention.masks.band import Band
 from attention.masks.mask import Banded
 from runner.launch.rank import Rank
 
@@ -49,7 +50,7 @@ def disagree(me: Rank, odd: int, base: dict[str, Any], other: dict[str, Any]) ->
     it. base, other: arguments of `make`, of the tensors and of the call; a mask is a band's bounds."""
     how = {part: base.get(part, {}) | (other.get(part, {}) if me.rank == odd else {}) for part in ("make", "x", "call")}
     if "mask" in how["call"]:
-        how["call"]["mask"] = Banded(*how["call"]["mask"])
+        how["call"]["mask"] = Banded(Band(*how["call"]["mask"]))
     fn = _function(**how["make"])
     first = _message(fn, _inputs(**how["x"]), how["call"])
     fn = _function()

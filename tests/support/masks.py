@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ class Rows(Mask):
     """The rectangles as they are given."""
 
     rows: tuple[tuple[int, ...], ...]
-    name: ClassVar[str] = "rows"
 
     def build(self, tokens: int) -> Rectangles:
         return rectangles(self.rows)

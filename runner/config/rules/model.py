@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from attention.geometry.options import check_heads
 from attention.masks import full
 from attention.masks.band import FULL
-from attention.masks.mask import Mask
+from attention.masks.mask import FamilyMask, Mask
 from attention.masks.sequences import mask_of
 from attention.variants.registry import AUTO
 from runner.config import huggingface, masks, schema
@@ -97,9 +97,9 @@ def _take(cfg: DictConfig, mask: Mask) -> None:
     """Makes the mask that of the call."""
     if mask.band is not None:
         cfg.window = [mask.band.left, -1]  # every preset is causal
-    else:
+    elif isinstance(mask, FamilyMask):
         cfg.causal = False
-        OmegaConf.update(cfg, "mask", {"name": mask.name, **asdict(mask)}, merge=False, force_add=True)
+        OmegaConf.update(cfg, "mask", {"name": mask.name, **dict(mask.parameters)}, merge=False, force_add=True)
 
 
 def mode(cfg: DictConfig) -> str:

@@ -425,7 +425,7 @@ def test_masks_that_a_variant_lacks_are_refused_with_a_way_out_that_works(name):
             assert name in text
             if chosen.options.from_call:
                 assert text.startswith(f"mask={mask.describe()}: ") and "make another" in text
-                chosen.problem(cu, world, mask, {**options, "mask": Banded.of(mask)})
+                chosen.problem(cu, world, mask, {**options, "mask": Banded(mask)})
                 continue
             if name in DECODES:
                 given = "causal=true" if mask.causal else f"window=({mask.left}, {mask.right})"

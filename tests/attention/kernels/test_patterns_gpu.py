@@ -10,8 +10,9 @@ import torch
 from attention.errors import UnsupportedCall
 from attention.kernels import KERNELS, Call, Kernel, Shape, name_of
 from attention.kernels.patterns import ForPatterns
+from attention.masks.overlap import both
 from attention.masks.pattern import Pattern
-from attention.masks.rectangles import UNBOUNDED, placed, rectangles
+from attention.masks.rectangles import UNBOUNDED, rectangles
 from attention.reduction.lse_merge import Accumulator
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, inputs, reference, relative
 from tests.support.patterns import PATTERNS, random_pattern, window_and_global
@@ -102,8 +103,10 @@ def test_parts_over_split_keys_sum_to_the_whole_with_the_final_out_and_lse(name)
     cuts = [0, 256, whole.n_k]
     parts = []
     for c, d in itertools.pairwise(cuts):
-        found, _ = placed(whole.rectangles, [(c, d, 0)], keys=True)
-        parts.append((slice(c, d), replace(call, pattern=Pattern(whole.n_q, d - c, found))))
+        part = both(whole.rectangles, rectangles([(0, whole.n_q, c, d, -UNBOUNDED, UNBOUNDED)]))
+        parts.append(
+            (slice(c, d), replace(call, pattern=Pattern(whole.n_q, d - c, rectangles(part - [0, 0, c, c, c, c]))))
+        )
     total = Accumulator(q, [((0, whole.n_q),)] * 2)
     for keys, part in parts:
         total.add(*kernel.forward(q, k[:, keys], v[:, keys], part))

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attention import masks
-from attention.masks.learned import ChosenGlobals, global_count, global_positions, learned
-from attention.masks.random_keys import draw
+from attention.masks.dca import chosen_globals, draw
+from attention.masks.learned import global_count, global_positions, learned
 from tests.support.mask_definitions import global_window
 
 CASES = [
@@ -110,7 +110,7 @@ def test_a_mask_with_random_keys_is_cut_by_another():
     assert (once(a & b, 512) == (once(a, 512) & once(b, 512))).all()
 
 
-def chosen_globals(S, window, positions, causal):
+def seen_with_globals(S, window, positions, causal):
     q, k = np.arange(S)[:, None], np.arange(S)[None, :]
     seen = (abs(q - k) <= window // 2) | np.isin(q, positions) | np.isin(k, positions)
     return seen & (k <= q) if causal else seen
@@ -122,12 +122,12 @@ def test_chosen_global_tokens_see_all_and_are_seen_by_all(causal):
     for S in (1, 60, 300, 521):
         for window in (0, 31, 100):
             positions = draws.choice(S, min(S, 9), replace=False).tolist()
-            rest = chosen_globals(S, window, positions, causal)
-            assert (once(ChosenGlobals(window, tuple(positions), causal=causal), S) == rest).all()
-            found = random_part(ChosenGlobals(window, tuple(positions), S // 4, causal=causal), S, rest)
+            rest = seen_with_globals(S, window, positions, causal)
+            assert (once(chosen_globals(window, tuple(positions), causal=causal), S) == rest).all()
+            found = random_part(chosen_globals(window, tuple(positions), S // 4, causal=causal), S, rest)
             assert not found[positions].any() and not found[:, positions].any()
     with pytest.raises(ValueError, match=r"global_positions.*=10: the sequence has 8 tokens"):
-        ChosenGlobals(4, (9,)).pairs(8)
+        chosen_globals(4, (9,)).pairs(8)
 
 
 @pytest.mark.parametrize(
@@ -148,5 +148,5 @@ def test_a_linear_score_chooses_the_global_tokens():
         best = scores.topk(global_count(h)).indices.tolist()
         assert global_positions(h, score) == tuple(sorted(best))
     mask = learned(hidden, score, window=32, seed=1, causal=True)
-    assert mask == ChosenGlobals(32, global_positions(hidden, score), 20, 1, True)
+    assert mask == chosen_globals(32, global_positions(hidden, score), 20, 1, True)
     assert mask.is_causal(200) and once(mask, 200).any()

@@ -159,8 +159,8 @@ ERRORS = {
     "granularity=tiles: did you mean tile": lambda: masks.dca(2, 4, 4, "tiles"),
     "selector=learned: .*hidden states.*attention.masks.learned": lambda: masks.dca(2, 4, 4, selector="learned"),
     "inner=.*has no name": lambda: masks.make("documents", lengths=[3], inner={"left": 3}),
-    r"prefixes\[0\]=4: document 0 has 3 tokens": lambda: masks.prefix_lm_documents([3, 4], [4, 0]),
-    r"prefixes=\[3\]: there are 1 for 2": lambda: masks.prefix_lm_documents([3, 4], [3]),
+    r"prefixes\[0\]=4: document 0 has 3 tokens": lambda: masks.prefix_lm_documents([3, 4], [4, 0]).pairs(7),
+    r"prefixes=\[3\]: there are 1 for 2": lambda: masks.prefix_lm_documents([3, 4], [3]).pairs(7),
     r"prompt\+answers=2\+\[3\]: sums to 5": lambda: masks.shared_prompt(2, [3]).pairs(6),
     r"rectangle 0, queries \[0, 4\] and keys \[0, 9\].*5 tokens": lambda: masks.rectangles(
         [((0, 4), (0, 9), (-1, 0))]
