@@ -39,7 +39,7 @@ def copy_all(pairs: Pairs) -> None:
             for target, source in found:
                 target.copy_(source)
             continue
-        from attention.ops.copy import copy_triton
+        from attention.ops.rows import copy_triton
 
         for i in range(0, len(found), MOST):
             copy_triton(found[i : i + MOST])
@@ -47,7 +47,7 @@ def copy_all(pairs: Pairs) -> None:
         target, source = plain[0]
         target.copy_(source)
     elif plain:
-        from attention.ops.copy import copy_words
+        from attention.ops.rows import copy_words
 
         for i in range(0, len(plain), MOST):
             copy_words(plain[i : i + MOST])

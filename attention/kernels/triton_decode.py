@@ -20,7 +20,7 @@ from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.kernels.fit import dense_like
 from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, name_of
 from attention.masks.band import Band
-from attention.ops.merge_n import merge_n_triton
+from attention.ops.merge import merge_n_triton
 from attention.tensors import empty_lse, result_like
 
 FAR = 1 << 30  # keys: a wider window cuts nothing

@@ -1,12 +1,13 @@
-"""Sums of tokens by index, in one Triton kernel: a token of the result is the sum of one token of each part. One part
-is an indexed copy. PyTorch's index operations reach a fraction of the memory bandwidth. Several sums over the same tokens
-(dk and dv) share a launch. A program takes a tile of tokens of one sum: with all heads if they are adjacent in all
-tensors, else one."""
+"""Copies and sums of tokens in one Triton launch. PyTorch's index operations and its copies of strided rows reach a fraction of
+the memory bandwidth. A token of a sum is the sum of one token of each part, chosen by index; several sums over the same tokens
+(dk and dv) share a launch. A copy is the sum of one part, without indices. A program takes a tile of tokens of one sum: with
+all heads if they are adjacent in all tensors, else one. `copy_words` copies contiguous tensors of any sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 import triton
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.gpu.triton_launcher import MOST, TritonLauncher
+from attention.ops.merge import check_head_dim
 
-TILE = 4096  # elements per program: 16 per thread with 8 warps
+SUM_TILE = 4096  # elements per program: 16 per thread with 8 warps
+COPY_TILE = 8192  # 32 per thread, four 16-byte loads of bf16
 COLUMNS = 2048
+WORDS = 4096  # int32 per program of `copy_words`
 MOST_PARTS = 16  # that one kernel adds up
 
 
@@ -26,6 +30,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     to, numbers, outs, parts, n_rows, numbers_n, heads, columns, out_b, out_t, out_h, parts_b, parts_t, parts_h,
     M: tl.constexpr, N: tl.constexpr, SUM_DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
+    # without a dtype of sums, tokens are copied, each to its own place
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     which = tl.program_id(2) % M
@@ -36,16 +41,23 @@ def _sum_rows(  # type: ignore[no-untyped-def]
         out = tl.where(which == j, outs[j], out)
     live = r < n_rows
     inside = (c < columns)[None, :]
-    total = tl.zeros([ROWS, COLUMNS], SUM_DTYPE)
+    place = r.to(tl.int64)
+    if SUM_DTYPE is not None:
+        total = tl.zeros([ROWS, COLUMNS], SUM_DTYPE)
     for i in tl.static_range(N):
         part = parts[i * M]
         for j in tl.static_range(1, M):
             part = tl.where(which == j, parts[i * M + j], part)
-        number = tl.load(numbers + i * numbers_n + r, mask=live, other=-1).to(tl.int64)
+        number, mask = place, live
+        if SUM_DTYPE is not None:
+            number = tl.load(numbers + i * numbers_n + r, mask=live, other=-1).to(tl.int64)
+            mask = number >= 0
         at = part + b * parts_b[i] + h * parts_h[i] + number[:, None] * parts_t[i] + c[None, :]
-        total += tl.load(at, mask=(number >= 0)[:, None] & inside, other=0.0).to(SUM_DTYPE)
-    tl.debug_barrier()  # a part may lie in out, where other threads read it
-    place = tl.load(to + r, mask=live, other=0).to(tl.int64)
+        x = tl.load(at, mask=mask[:, None] & inside, other=0)
+        total = x if SUM_DTYPE is None else total + x.to(SUM_DTYPE)
+    if SUM_DTYPE is not None:
+        tl.debug_barrier()  # a part may lie in out, where other threads read it
+        place = tl.load(to + r, mask=live, other=0).to(tl.int64)
     at = out + b * out_b + h * out_h + place[:, None] * out_t + c[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=live[:, None] & inside)
 
@@ -67,31 +79,72 @@ def sum_rows(outs: Sequence[Tensor], to: Tensor, parts: Sequence[Sequence[Tensor
     if to.numel() == 0 or out.numel() == 0:
         return
     tensors = (out, *[of_part[0] for of_part in parts])
-    for x in tensors:
-        if x.stride(-1) != 1 and x.numel():
-            raise ValueError(f"strides {x.stride()}: the sum needs the head dim contiguous; call .contiguous()")
+    check_head_dim(*tensors)
     sizes = to.numel(), numbers.stride(0), len(outs)
-    start = _start(out.shape, sizes, tuple([x.stride() for x in tensors]), out.dtype == torch.float64)
+    start = _start(out.shape, sizes, tuple([x.stride() for x in tensors]), accumulation_dtype(out.dtype))
     start(to, numbers, tuple(outs), tuple([x for of_part in parts for x in of_part]))
+
+
+def copy_triton(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies each pair (target, source). All tensors are `[B, S, H, D]` or `[T, H, D]`, not empty, of one shape and
+    dtype. All targets have the same strides, and all sources; the heads of a token are contiguous."""
+    targets, sources = zip(*pairs, strict=True)
+    target, source = pairs[0]
+    start = _start(source.shape, (source.shape[-3], 0, len(pairs)), (target.stride(), source.stride()), None)
+    start(target, target, targets, sources)
 
 
 @lru_cache(maxsize=MOST)
 def _start(
-    shape: torch.Size, sizes: tuple[int, int, int], strides: tuple[tuple[int, ...], ...], fp64: bool
+    shape: torch.Size, sizes: tuple[int, int, int], strides: tuple[tuple[int, ...], ...], dtype: torch.dtype | None
 ) -> TritonLauncher:
-    """sizes: the tokens, the stride of the numbers by part, and the sums. strides: of an out and of the parts."""
+    """sizes: the tokens, the stride of the numbers by part, and the sums. strides: of an out and of the parts. dtype: of
+    sums, None for copies."""
     n_rows, numbers_n, together = sizes
     heads, columns = shape[-2:]
     batch = shape[0] if len(shape) == 4 else 1
     if all(x[-2] == columns for x in strides):
         heads, columns = 1, heads * columns  # all heads of a token side by side
     width = min(triton.next_power_of_2(columns), COLUMNS)
-    height = max(1, TILE // width)
+    height = max(1, (SUM_TILE if dtype else COPY_TILE) // width)
     # by batch, token and head
     steps = [(x[0] if batch > 1 else 0, x[-3], x[-2] if heads > 1 else 0) for x in strides]
     return TritonLauncher(
         _sum_rows, (triton.cdiv(n_rows, height), triton.cdiv(columns, width), batch * heads * together),
         (n_rows, numbers_n, heads, columns, *steps[0], *(tuple(x[i] for x in steps[1:]) for i in range(3))),
-        M=together, N=len(steps) - 1, SUM_DTYPE=tl.float64 if fp64 else tl.float32, ROWS=height, COLUMNS=width,
-        num_warps=8,
+        M=together, N=len(steps) - 1, SUM_DTYPE=dtype and (tl.float64 if dtype == torch.float64 else tl.float32),
+        ROWS=height, COLUMNS=width, num_warps=8,
     )  # fmt: skip
+
+
+@triton.jit
+def _copy_words(first, targets, sources, words, ends, N: tl.constexpr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    p = tl.program_id(0)
+    pointer: tl.constexpr = tl.pointer_type(tl.int32)
+    target, source = targets[0].to(pointer), sources[0].to(pointer)
+    n, before = words[0] >> 1, 0
+    for i in tl.static_range(1, N):
+        here = p >= ends[i - 1] >> 1
+        target = tl.where(here, targets[i].to(pointer), target)
+        source = tl.where(here, sources[i].to(pointer), source)
+        n = tl.where(here, words[i] >> 1, n)
+        before = tl.where(here, ends[i - 1] >> 1, before)
+    at = (p - before) * WORDS + tl.arange(0, WORDS)
+    x = tl.load(source + at, mask=at < n)
+    tl.store(target + at, x, mask=at < n)
+
+
+def copy_words(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies each pair (target, source) of contiguous tensors. A pair has one dtype and size: a multiple of 4 bytes,
+    above 0 and below 4 GiB."""
+    targets, sources = zip(*pairs, strict=True)
+    _words(tuple([x.nbytes for x in sources]))(targets[0], targets, sources)
+
+
+@lru_cache(maxsize=MOST)
+def _words(sizes: tuple[int, ...]) -> TritonLauncher:
+    words = tuple(size // 4 for size in sizes)
+    ends = tuple(accumulate(triton.cdiv(n, WORDS) for n in words))
+    # Triton would compile again for each pattern of ones and multiples of 16; 2n + 1 (n > 0) is neither
+    odd = tuple(tuple(2 * n + 1 for n in counts) for counts in (words, ends))
+    return TritonLauncher(_copy_words, (ends[-1],), odd, N=len(sizes), WORDS=WORDS, num_warps=8)

@@ -15,16 +15,17 @@ from torch import Tensor
 
 from attention.geometry.mailbox import PIECE, Mailbox, pieces
 from attention.gpu.triton_launcher import MOST, TritonLauncher
+from attention.ops.merge import finite, normalised
 
 AT_ONCE = 64  # splits that a program loads at once
 WARP = 32  # threads: each flag is read by one of them
 
 
 @triton.jit
-def _merge_splits(  # type: ignore[no-untyped-def]
-    parts, lses, n, parts_n, lses_n, live, PARTS: tl.constexpr, PIECE: tl.constexpr
+def _merged(  # type: ignore[no-untyped-def]
+    values, lses, n, values_n, lses_n, live, PARTS: tl.constexpr, PIECE: tl.constexpr, CACHE: tl.constexpr
 ):
-    """(a piece of a row, merged over this rank's splits, and its LSE). parts, lses: where the first split's lie."""
+    """(a piece of a row, merged over n partial results in their order, and its LSE). values, lses: where the first one's lie."""
     d = tl.arange(0, PIECE)
     top = tl.full((), float("-inf"), tl.float32)
     den = tl.zeros((), tl.float32)
@@ -33,50 +34,23 @@ def _merge_splits(  # type: ignore[no-untyped-def]
         i = first + tl.arange(0, PARTS)
         here = i < n
         i = i.to(tl.int64)
-        x = tl.load(lses + i * lses_n, mask=here, other=float("-inf"))
-        y = tl.load(parts + i[:, None] * parts_n + d[None, :], mask=here[:, None] & live[None, :], other=0.0)
+        x = tl.load(lses + i * lses_n, mask=here, other=float("-inf"), cache_modifier=CACHE)
+        mask = here[:, None] & live[None, :]
+        y = tl.load(values + i[:, None] * values_n + d[None, :], mask=mask, other=0.0, cache_modifier=CACHE)
         higher = tl.maximum(top, tl.max(x, 0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(top - safe)
-        w = tl.exp(x - safe)
+        kept = tl.exp(top - finite(higher))
+        w = tl.exp(x - finite(higher))
         acc = acc * kept + tl.sum(y.to(tl.float32) * w[:, None], 0)
         den = den * kept + tl.sum(w, 0)
         top = higher
-    norm = tl.where(den == 0.0, 1.0, den)
-    return acc / norm, tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
-
-
-@triton.jit
-def _merge_ranks(  # type: ignore[no-untyped-def]
-    values, lses, mine, mine_lse, turn, rank, capacity, piece, live, WORLD: tl.constexpr, PIECE: tl.constexpr
-):
-    """(the piece merged over all ranks, and its LSE), from this rank's memory, where the others have written theirs."""
-    d = tl.arange(0, PIECE)
-    top = tl.full((), float("-inf"), tl.float32)
-    den = tl.zeros((), tl.float32)
-    acc = tl.zeros((PIECE,), tl.float32)
-    for each in range(WORLD):  # in the same order on every rank, for identical bits
-        received = ((turn * WORLD + each) * capacity + piece).to(tl.int64)
-        # written by a remote rank: bypass this multiprocessor's cache
-        value = tl.load(values + received * PIECE + d, mask=live, other=0.0, cache_modifier=".cg")
-        value_lse = tl.load(values + lses + received, cache_modifier=".cg")
-        value = tl.where(rank == each, mine, value)
-        value_lse = tl.where(rank == each, mine_lse, value_lse)
-        higher = tl.maximum(top, value_lse)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        kept = tl.exp(top - safe)
-        w = tl.exp(value_lse - safe)
-        acc = acc * kept + value * w
-        den = den * kept + w
-        top = higher
-    norm = tl.where(den == 0.0, 1.0, den)
-    return acc / norm, tl.where(den == 0.0, float("-inf"), top + tl.log(norm))
+    norm, lse = normalised(top, den)
+    return acc / norm, lse
 
 
 @triton.jit
 def _exchange(  # type: ignore[no-untyped-def]
     parts, parts_lse, out, out_lse, table, n, rank, capacity, row_pieces, head_dim, queries, heads,
-    lses, flags, turns, marks, parts_n, parts_b, parts_t, parts_h, lses_n, lses_b, lses_h, lses_t,
+    lses, flags, turns, marks, parts_strides, lses_strides,
     WORLD: tl.constexpr, RANKS: tl.constexpr, PARTS: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0)
@@ -88,9 +62,9 @@ def _exchange(  # type: ignore[no-untyped-def]
     d = tl.arange(0, PIECE)
     live = at + d < head_dim
 
-    parts_at = parts + b * parts_b + t * parts_t + h * parts_h + at
-    lses_at = parts_lse + b * lses_b + h * lses_h + t * lses_t
-    mine, mine_lse = _merge_splits(parts_at, lses_at, n, parts_n, lses_n, live, PARTS, PIECE)
+    parts_at = parts + b * parts_strides[1] + t * parts_strides[2] + h * parts_strides[3] + at
+    lses_at = parts_lse + b * lses_strides[1] + h * lses_strides[2] + t * lses_strides[3]
+    mine, mine_lse = _merged(parts_at, lses_at, n, parts_strides[0], lses_strides[0], live, PARTS, PIECE, "")
 
     boxes = table.to(tl.int64).to(tl.pointer_type(tl.uint64))  # Triton passes a low address as int32
     own = tl.load(boxes + rank)
@@ -98,11 +72,10 @@ def _exchange(  # type: ignore[no-untyped-def]
     own_numbers = own.to(tl.pointer_type(tl.int32))
     turn = tl.load(own_numbers + turns + piece)
     sent = ((turn * WORLD + rank) * capacity + piece).to(tl.int64)
-    for each in range(WORLD):
-        if rank != each:
-            box = tl.load(boxes + each).to(tl.pointer_type(tl.float32))
-            tl.store(box + sent * PIECE + d, mine, mask=live)
-            tl.store(box + lses + sent, mine_lse)
+    for remote in range(WORLD):  # and this rank's own box: all ranks merge the same, for identical bits
+        box = tl.load(boxes + remote).to(tl.pointer_type(tl.float32))
+        tl.store(box + sent * PIECE + d, mine, mask=live)
+        tl.store(box + lses + sent, mine_lse)
     tl.debug_barrier()  # all data before any flag
     ranks = tl.arange(0, RANKS)
     others = (ranks < WORLD) & (ranks != rank)
@@ -120,7 +93,10 @@ def _exchange(  # type: ignore[no-untyped-def]
     tl.store(own_numbers + marks + piece, 0)
     tl.store(own_numbers + turns + piece, 1 - turn)
 
-    value, total = _merge_ranks(own_values, lses, mine, mine_lse, turn, rank, capacity, piece, live, WORLD, PIECE)
+    # written by remote ranks: bypass this multiprocessor's cache
+    received = (turn * WORLD * capacity + piece).to(tl.int64)
+    values_at, lses_at = own_values + received * PIECE, own_values + lses + received
+    value, total = _merged(values_at, lses_at, WORLD, capacity * PIECE, capacity, live, 1, PIECE, ".cg")
     tl.store(out + row.to(tl.int64) * head_dim + at + d, value.to(out.dtype.element_ty), mask=live)
     tl.store(out_lse + (b * heads + h) * queries + t, total, mask=at == 0)
 
@@ -148,7 +124,7 @@ def _start(
     return TritonLauncher(
         _exchange, (pieces(batch * queries * heads, head_dim),),
         (boxes, n, rank, box.capacity, pieces(1, head_dim), head_dim, queries, heads,
-         box.lses, box.flags, box.turns, box.marks, *parts[:4], *lses),
+         box.lses, box.flags, box.turns, box.marks, parts, lses),
         WORLD=box.world, RANKS=max(WARP, triton.next_power_of_2(box.world)),
         PARTS=min(AT_ONCE, triton.next_power_of_2(max(n, 1))), PIECE=PIECE, num_warps=1,
     )  # fmt: skip

@@ -81,7 +81,7 @@ def merge_n(
     Raises ValueError for shapes that do not match."""
     out, lse = result_tensors(parts, lses, dtype, out, lse)
     if parts.is_cuda and parts.dtype != torch.float64:
-        from attention.ops.merge_n import merge_n_triton
+        from attention.ops.merge import merge_n_triton
 
         merge_n_triton(parts, lses, out, lse)
     elif out.is_meta:

@@ -22,7 +22,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, 
     if sinks is None or not out.numel():
         return out, lse
     if out.is_cuda:
-        from attention.ops.sinks import apply_sinks
+        from attention.ops.merge import apply_sinks
 
         apply_sinks(out, lse, sinks)
         return out, lse
@@ -46,7 +46,7 @@ def sinks_gradients(dout: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
     if not out.numel():
         return [torch.zeros_like(sinks)]
     if out.is_cuda and out.dtype != torch.float64:
-        from attention.ops.sinks import sinks_gradient
+        from attention.ops.merge import sinks_gradient
 
         return [sinks_gradient(dout, out, lse, sinks)]
     dtype = accumulation_dtype(out.dtype)

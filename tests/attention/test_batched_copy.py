@@ -118,7 +118,7 @@ def test_the_kernel_copies_some_heads_of_every_token(shape, heads, so):
 @pytest.mark.parametrize("leading, into, of, head_dim", FORMS, ids=str)
 @pytest.mark.parametrize("n_pairs", [1, 2, 5])
 def test_the_kernel_itself_under_the_interpreter(leading, into, of, head_dim, n_pairs):
-    from attention.ops.copy import copy_triton
+    from attention.ops.rows import copy_triton
 
     targets = [some_heads((*leading, 0, head_dim), *into, seed=i) for i in range(n_pairs)]
     sources = [some_heads((*leading, 0, head_dim), *of, seed=50 + i)[1] for i in range(n_pairs)]
@@ -135,7 +135,7 @@ SIZES = [[(5, 3)], [(4096 * 4,), (1,)], [(3, 5, 2), (9999,), (1, 300, 4, 16), (4
 @pytest.mark.parametrize("shapes", SIZES, ids=str)
 @pytest.mark.parametrize("run", ["copy_words", "copy_all"])
 def test_contiguous_tensors_of_any_shapes_and_dtypes_are_one_copy(device, shapes, run):
-    from attention.ops.copy import copy_words
+    from attention.ops.rows import copy_words
 
     if run == "copy_words" and device == "cpu" and torch.cuda.is_available():
         pytest.skip("not interpreted where there is a GPU")

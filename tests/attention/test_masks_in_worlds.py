@@ -65,7 +65,7 @@ def test_other_variants_refuse_in_one_line(name):
     fn = attention.make(name)
     q = torch.randn(1, 48, 4, 16)
     way_out = "leave the mask out" if VARIANTS[name].decode else "ring_allgather"
-    with pytest.raises(ValueError, match=rf"mask=rows\(.*{way_out}") as error:
+    with pytest.raises(ValueError, match=rf"mask=Rows\(.*{way_out}") as error:
         fn(q, q, q, mask=built(ANY[0]))
     assert "\n" not in str(error.value)
 

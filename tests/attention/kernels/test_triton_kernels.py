@@ -29,7 +29,7 @@ from attention.kernels.interface import KvLengths  # noqa: E402
 from attention.kernels.triton_decode import DecodeKernel, split_count  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
-from attention.ops.merge_n import merge_n_triton  # noqa: E402
+from attention.ops.merge import merge_n_triton  # noqa: E402
 from attention.reduction.lse_merge import merge_n, merge_n_eager, result_tensors  # noqa: E402
 
 decode = DecodeKernel().attend

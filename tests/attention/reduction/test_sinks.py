@@ -29,7 +29,7 @@ def case(shape, dtype, device):
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
 @pytest.mark.parametrize("shape", ((2, 70, 3, 24), (600, 2, 64), (1, 1, 5, 8)), ids=str)
 def test_the_kernels_match_the_definition(shape, dtype, device):
-    from attention.ops.sinks import apply_sinks, sinks_gradient
+    from attention.ops.merge import apply_sinks, sinks_gradient
 
     dout, out, lse, sinks = case(shape, dtype, device)
     wide = lse.double()
