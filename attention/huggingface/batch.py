@@ -4,9 +4,9 @@ parameters' gradients over the ranks. Imports nothing of transformers."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import pickle
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ def split_of(
     fn: ContextParallel, ids: Tensor, positions: Tensor | None = None, cu_seqlens: Lengths = None
 ) -> tuple[Split, Tensor]:
     """(split, positions `[B, S]`) of a global batch of ids `[B, S]`, whose documents begin where positions are 0 or where the
-    cumulative lengths over all rows say. Raises ValueError where the two disagree, and as `documents`."""
+    cumulative lengths over all rows say. Raises ValueError where the two disagree, and unless positions rise by one or restart
+    at 0, as they do in every row."""
     rows, tokens = ids.shape
     by_row = tuple(range(0, rows * tokens + 1, tokens))
     lengths = None if cu_seqlens is None else tuple(dict.fromkeys(check_cu_seqlens(cu_seqlens, rows * tokens)))
@@ -67,7 +68,14 @@ def split_of(
         counts = [torch.arange(stop - start) for start, stop in pairwise(lengths or by_row)]
         positions = torch.cat(counts).view(rows, tokens).to(ids.device)
     positions = positions.expand(rows, tokens)
-    begins = documents(positions)
+    wrong = (positions != 0) & (positions != F.pad(positions + 1, (1, 0))[:, :-1])
+    if wrong.any():
+        row, token = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids has {int(positions[row, token])} in row {row} at token {token}: must count from 0 in each row, and "
+            "again from 0 where a document begins"
+        )
+    begins = *(positions == 0).flatten().nonzero().flatten().tolist(), rows * tokens
     if lengths not in (None, begins):
         raise ValueError(f"cu_seq_lens_q={lengths}: position_ids begin documents at {begins}; give one of them")
     packed = None if begins == by_row else begins
@@ -75,26 +83,11 @@ def split_of(
     return Split(fn, (rows, tokens), packed, padding), positions
 
 
-def documents(position_ids: Tensor) -> tuple[int, ...]:
-    """The cumulative lengths of the documents in `[B, S]`, one row after another: each begins where positions are 0.
-    Raises ValueError unless positions rise by one or restart at 0, as they do in every row."""
-    begins = position_ids == 0
-    right = begins | (position_ids == F.pad(position_ids, (1, 0), value=-1)[:, :-1] + 1)
-    right[:, 0] = begins[:, 0]
-    if not right.all():
-        row, token = (~right).nonzero()[0].tolist()
-        raise ValueError(
-            f"position_ids has {int(position_ids[row, token])} in row {row} at token {token}: must count from 0 in each "
-            "row, and again from 0 where a document begins"
-        )
-    return *begins.flatten().nonzero().flatten().tolist(), begins.numel()
-
-
-def counted(attend: ContextParallel, labels: Tensor, given: Tensor | int | None = None) -> Tensor | int:
-    """By what each rank divides the sum of its losses: the number of labels in the whole batch, or the number given. Where all ranks
+def counted(attend: ContextParallel, labels: Tensor, number: Tensor | int | None = None) -> Tensor | int:
+    """By what each rank divides the sum of its losses: the number of labels in the whole batch, or another number. Where all ranks
     have all tokens, each counts all of them."""
-    found = (labels != IGNORED).sum() if given is None else given
-    return found * (attend.world if attend.layout.replicated else 1)
+    number = (labels != IGNORED).sum() if number is None else number
+    return number * attend.world if attend.layout.replicated else number
 
 
 def check_ids(input_ids: Any, labels: Any, position_ids: Any) -> Tensor:
@@ -128,34 +121,20 @@ def check_same(fn: ContextParallel, device: torch.device, **batch: Any) -> None:
 
 def _hash(x: Any) -> int:
     """56 bits, which no accident makes equal for other values, shapes or dtypes."""
-    content: Any = x.detach().cpu().flatten().view(torch.uint8).numpy() if isinstance(x, Tensor) else b""
-    digest = hashlib.blake2b(content, digest_size=7)
-    digest.update((_described(x) if isinstance(x, Tensor) else repr(x)).encode())
-    return int.from_bytes(digest.digest())
+    if isinstance(x, Tensor):
+        x = x.shape, x.dtype, x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+    return int.from_bytes(hashlib.blake2b(pickle.dumps(x), digest_size=7).digest())
 
 
 def _described(x: Any) -> str:
     return f"a tensor {list(x.shape)} of {x.dtype}" if isinstance(x, Tensor) else f"of {type(x)}"
 
 
-def reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+def reduce_gradients(model: nn.Module, group: dist.ProcessGroup | None = None, unused: bool = True) -> None:
     """Sums the parameters' gradients over the ranks of the attention's group, in place, once per optimizer step. A parameter
-    without one counts as 0. Raises ValueError for gradients that contain a sum already, and under FSDP, which reduces them
-    itself."""
-    _sum(_parameters(model, group), group)
-
-
-def reduce_used_gradients(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """As `reduce_gradients`, but a parameter that no rank has used, such as an expert without tokens, stays without a gradient.
-    Waits for the device."""
-    parameters = _parameters(model, group)
-    if parameters and dist.is_initialized() and dist.get_world_size(group) > 1:
-        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
-        dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
-        _sum((p for p, is_used in zip(parameters, used.tolist(), strict=True) if is_used), group)
-
-
-def _parameters(model: nn.Module, group: dist.ProcessGroup | None) -> list[nn.Parameter]:
+    without one counts as 0; without `unused`, one that no rank has used, such as an expert without tokens, stays without a
+    gradient, which waits for the device. Raises ValueError for gradients that contain a sum already, and under FSDP, which
+    reduces them itself."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     from torch.distributed.tensor import DTensor  # half a second of imports, and only where one trains
 
@@ -163,25 +142,21 @@ def _parameters(model: nn.Module, group: dist.ProcessGroup | None) -> list[nn.Pa
         raise ValueError(
             "parameters are DTensors: FSDP reduces them, to the mean; leave this out, and multiply the loss by the world size"
         )
-    if any((group, p._version) in _sums(p) for p in parameters):
+    # The sums that a gradient holds: of which group, and at which version of the parameter, which a step of most optimizers
+    # changes. They are kept at the gradient, so that a new one, after `zero_grad()`, holds none.
+    if any((group, p._version) in getattr(p.grad, "sums", ()) for p in parameters):
         raise ValueError(
             "gradients hold a sum over the ranks, which would be summed again: reduce them once per optimizer step, after the "
             "backward of all its batches, and then set them to None (zero_grad())"
         )
-    return parameters
-
-
-def _sum(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if not parameters or not dist.is_initialized() or dist.get_world_size(group) == 1:
         return
+    if not unused:
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32, device=parameters[0].device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=group)
+        parameters = [*compress(parameters, used.tolist())]
     with phase("wait_gradients"):
         for p in parameters:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad, group=group)
-            p.grad.sums = _sums(p) | {(group, p._version)}  # type: ignore[attr-defined]
-
-
-def _sums(p: nn.Parameter) -> set[tuple[dist.ProcessGroup | None, int]]:
-    """The sums that p's gradient holds: of which group, and at which version of p, which a step of most optimizers changes. They
-    are kept at the gradient, so that a new one, after `zero_grad()`, holds none."""
-    return getattr(p.grad, "sums", set())
+            p.grad.sums = {*getattr(p.grad, "sums", ()), (group, p._version)}  # type: ignore[attr-defined]

@@ -11,7 +11,7 @@ What a model asks of its attention is done, or refused by its name: masks, keywo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from inspect import getclosurevars, signature
@@ -29,10 +29,11 @@ from attention.huggingface.batch import (
     check_ids,
     check_same,
     counted,
-    reduce_used_gradients,
+    reduce_gradients,
     shifted,
     split_of,
 )
+from attention.masks.band import CAUSAL, FULL, Band, narrower
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -63,22 +64,23 @@ def context_parallel(
     if not hasattr(model, "set_attn_implementation"):
         raise _refused(model, "not a model of transformers; call context_parallel before the model is wrapped")
     check_layers(model)
-    cp = HuggingFace(model, variant if isinstance(variant, ContextParallel) else make(variant, group, **options))
+    fn = variant if isinstance(variant, ContextParallel) else make(variant, group, **options)
     model.set_attn_implementation(NAME)
     if model.config._attn_implementation != NAME:
         raise _refused(model, "the model does not use the attention interface of transformers; use one that does")
     if getattr(model.loss_function, "func", None) is not shifted_loss:  # of an earlier call
         model.loss_function = partial(shifted_loss, model.loss_function)
         model.register_forward_pre_hook(with_layout, with_kwargs=True)
-    return cp
+    return HuggingFace(model, fn)
 
 
+@dataclass
 class HuggingFace:
-    """A model with sharded attention; `context_parallel` makes it. `fn` is the variant's function."""
+    """A model with sharded attention; `context_parallel` makes it. fn: the variant's function. last: of the last batch."""
 
-    def __init__(self, model: Any, fn: ContextParallel):
-        self.model, self.fn = model, fn
-        self.last: Split | None = None
+    model: Any
+    fn: ContextParallel
+    last: Split | None = None
 
     def shard(
         self,
@@ -141,27 +143,27 @@ class HuggingFace:
         """Sums the gradients over the ranks, once per optimizer step. FSDP and DDP over these ranks do so by themselves, but to
         the mean: leave this out, and multiply the loss by `cp.fn.world`. Raises ValueError for gradients that hold a sum
         already."""
-        reduce_used_gradients(self.model, self.fn.group)
+        reduce_gradients(self.model, self.fn.group, unused=False)
 
 
 def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **others: Any
 ) -> tuple[Tensor, None]:
     """The attention function for transformers: query `[B, H, s, D]`, key `[B, Hk, s, D]`, value `[B, Hk, s, Dv]` to out
     `[B, s, H, Dv]`. Under autocast they are cast to its dtype, as for torch's own attention. Raises ValueError for what it does
     not understand."""
-    if not isinstance(attention_mask, RequestedMask):
+    if not isinstance(attention_mask, Band):
         raise _refused(module, f"attention_mask is {type(attention_mask)}, not of the mask registry; leave it out")
-    causal, window = attention_mask.causal, attention_mask.window
-    for name, same in (("is_causal", causal), ("sliding_window", None if window[0] < 0 else window[0] + 1)):
-        if (x := given.pop(name, None)) not in (None, same):
+    causal, left = attention_mask.right == 0, attention_mask.left
+    for name, same in (("is_causal", causal), ("sliding_window", None if left < 0 else left + 1)):
+        if (x := others.pop(name, None)) not in (None, same):
             raise _refused(module, f"{name}={x}: the model's mask says {same}; make them agree in its config")
-    if dropout := given.pop("dropout", 0.0):
+    if dropout := others.pop("dropout", 0.0):
         raise _refused(module, f"dropout={dropout}: not supported; build the model with attention_dropout=0")
-    layout: Split | ShardedCache | None = given.pop(NAME, None)
-    options: dict[str, Any] = {"causal": causal, "window": window}
-    options |= {ours: x for name, ours in OURS.items() if (x := given.pop(name, None)) is not None}
-    if unknown := {name for name, x in given.items() if x is not None and x is not False} - UNUSED:
+    layout: Split | ShardedCache | None = others.pop(NAME, None)
+    options: dict[str, Any] = {"causal": causal, "window": (left, -1)}
+    options |= {ours: x for name, ours in OURS.items() if (x := others.pop(name, None)) is not None}
+    if unknown := {name for name, x in others.items() if x is not None and x is not False} - UNUSED:
         raise _refused(module, f"{', '.join(sorted(unknown))}: not understood by context_parallel; leave it out")
     if layout is None:
         raise _refused(module, f"{NAME}=None: the model must get all of cp.shard(...), and pass it on")
@@ -169,14 +171,14 @@ def attend(
     return layout.attend(module, q, k, v, **options), None
 
 
-def with_layout(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def with_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """A hook before the model's forward: a cache becomes the layout of the call, as a sharded batch has its own. Raises ValueError
     for a batch of which attention could not know how it lies, and for what would be computed from one rank's tokens alone."""
-    sharded = given.get(NAME)
-    layout = sharded or next((x for x in given.values() if isinstance(x, ShardedCache)), None)
+    sharded = kwargs.get(NAME)
+    layout = sharded or next((x for x in kwargs.values() if isinstance(x, ShardedCache)), None)
     if (implementation := model.config._attn_implementation) != NAME:
         if layout is None:
-            return args, given
+            return args, kwargs
         raise _refused(model, f"attn_implementation={implementation}: the batch is sharded; set it to {NAME!r}")
     if layout is None:
         raise _refused(
@@ -185,21 +187,21 @@ def with_layout(model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tup
             "cp = context_parallel(model, 'tree')",
         )
     if sharded:
-        if given.get("labels") is not None and given.get("shift_labels") is None:
+        if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise _refused(model, "labels: their tokens are sharded, they are not; give them to cp.shard")
         for name in ("logits_to_keep", "inputs_embeds", "past_key_values", "cache"):
-            if isinstance(x := given.get(name), Tensor) or x:
+            if isinstance(x := kwargs.get(name), Tensor) or x:
                 raise _refused(model, f"{name}: of this rank's tokens alone; leave it out, and use cp.unshard(logits)")
-    return args, given | {NAME: layout}
+    return args, kwargs | {NAME: layout}
 
 
-def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **given: Any) -> Tensor:
+def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The model's loss over shift_labels. Raises ValueError if the model does not pass them on: it would shift those of a sharded
     batch again, all of which are `IGNORED`."""
-    missing = {"shift_labels", "num_items_in_batch"} - given.keys()
+    missing = {"shift_labels", "num_items_in_batch"} - kwargs.keys()
     if missing and (labels == IGNORED).all():
         raise ValueError(f"the model passes no {', '.join(sorted(missing))} to its loss; compute it from the logits")
-    return of_model(logits, labels, *args, **given)
+    return of_model(logits, labels, *args, **kwargs)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -235,28 +237,27 @@ def check_tokens(model: Any) -> None:
             raise ValueError(f"rope_type={kind}: it depends on the last position of the whole batch; use another type")
 
 
-@dataclass(frozen=True)
-class RequestedMask:
-    """The mask that a model asked transformers for. Attention gets it in place of a mask."""
-
-    causal: bool
-    window: tuple[int, int]  # (left, right) in tokens, -1 is unbounded
-
-
-def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **others: Any) -> RequestedMask:
-    """A function for transformers' mask registry. Documents are not read from the mask, but from the sharded batch.
+def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **others: Any) -> Band:
+    """A function for transformers' mask registry: the band that a model asked for, which attention gets in place of a mask.
+    Documents are not read from the mask, but from the sharded batch.
 
     Raises ValueError for padding, and for masks other than full ones, causal ones and sliding windows."""
     check_padding(attention_mask)
-    causal, window = False, (-1, -1)
-    for name, variables in _named_parts(mask_function):
-        if name == "causal_mask_function":
-            causal = True
+    band, parts = FULL, [mask_function]  # of an intersection
+    while parts:
+        part = parts.pop()
+        name, variables = part.__qualname__.partition(".")[0], getclosurevars(part).nonlocals
+        if name == "and_masks":
+            parts += variables["mask_functions"]
+        elif name == "remap_positions_for_packed_sequence":
+            parts.append(variables["mask_function"])
+        elif name == "causal_mask_function":
+            band = narrower(band, CAUSAL)
         elif name == "sliding_window_overlay":
-            window = (variables["sliding_window"] - 1, -1)
+            band = narrower(band, Band(variables["sliding_window"] - 1))
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise ValueError(f"the model's mask has {name}: context_parallel does causal and full masks and windows")
-    return RequestedMask(causal, window)
+    return band
 
 
 def check_padding(attention_mask: Tensor | None) -> None:
@@ -267,18 +268,6 @@ def check_padding(attention_mask: Tensor | None) -> None:
             "rows, with position_ids that restart at 0, or pad at the right with labels of -100 and leave it out; generate from "
             "prompts of one length"
         )
-
-
-def _named_parts(mask: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """The functions whose intersection is a mask of transformers: their names and variables."""
-    name, variables = mask.__qualname__.partition(".")[0], getclosurevars(mask).nonlocals
-    if name == "and_masks":
-        for each in variables["mask_functions"]:
-            yield from _named_parts(each)
-    elif name == "remap_positions_for_packed_sequence":
-        yield from _named_parts(variables["mask_function"])
-    else:
-        yield name, variables
 
 
 AttentionInterface.register(NAME, attend)

@@ -20,7 +20,7 @@ import attention  # noqa: E402
 from attention import masks  # noqa: E402
 from attention.huggingface import context_parallel  # noqa: E402
 from attention.huggingface.cache import ShardedLayer  # noqa: E402
-from attention.huggingface.model import RequestedMask, asked, attend  # noqa: E402
+from attention.huggingface.model import asked, attend  # noqa: E402
 from attention.masks.band import CAUSAL, Band  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
@@ -341,9 +341,9 @@ def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, messag
 def test_a_mask_and_an_argument_that_disagree_are_refused(cp):
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(ValueError, match="is_causal=False: the model's mask says True"):
-        attend(cp.model, q, q, q, RequestedMask(True, (-1, -1)), is_causal=False)
+        attend(cp.model, q, q, q, CAUSAL, is_causal=False)
     with pytest.raises(ValueError, match="sliding_window=9: the model's mask says 4"):
-        attend(cp.model, q, q, q, RequestedMask(True, (3, -1)), sliding_window=9)
+        attend(cp.model, q, q, q, Band(3, 0), sliding_window=9)
 
 
 def test_dropout_is_refused_in_training_only():
