@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.gpu.private import FLASH4
+from attention.gpu.uploads import held
 from attention.kernels import flash4_sparse
 from attention.kernels.fit import dense_like
-from attention.kernels.flash4_mods import softcap_mods
-from attention.kernels.flash4_package import as_taken, functions, interface, writable
+from attention.kernels.flash4_package import as_taken, package, softcap_mods, writable
 from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Triple, dtype_rule, head_dim_rule, settle
+from attention.kernels.packages import wrong_gpu
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.tensors import empty_lse, result_like
@@ -28,13 +28,7 @@ class Flash4(Kernel):
     features = frozenset({"softcap", "v_head_dim"})
 
     def missing(self, device: str) -> str | None:
-        if device != "cuda":
-            return super().missing(device)
-        if torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0):
-            major, minor = torch.cuda.get_device_capability()
-            return f"this GPU is sm{major}{minor}: needs sm90 (Hopper) or newer"
-        module, reason = interface()
-        return reason if module is None else None
+        return super().missing(device) or wrong_gpu((9, 0), (99, 0), "needs sm90 (Hopper) or newer") or package()[1]
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         blackwell = _blackwell()
@@ -55,46 +49,42 @@ class Flash4(Kernel):
         return flash4_sparse.why_not(shape, pattern, deterministic)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        if call.pattern is not None:
-            return flash4_sparse.forward(q, k, v, call, into)
         out, lse = into or (dense_like(result_like(q, v)), empty_lse(q))
-        result = FLASH4.of(functions()).forward(
-            q,
+        arguments, copies = _arguments(call, q.device, False)
+        result = package()[0].forward(
+            q if copies is None else copies.added(q),
             k,
             v,
-            **pack_lengths(call),
-            **window(call.mask),
             softmax_scale=call.scale,
-            **_capped(call, "score_mod"),
-            out=out if writable(out) and out.dtype == q.dtype else None,
-            lse=lse if writable(lse, align=4) else None,
+            **arguments,
+            out=out if copies is None and writable(out) and out.dtype == q.dtype else None,
+            lse=lse if copies is None and writable(lse, align=4) else None,
             return_lse=True,
         )
-        return settle((result[0], result[1]), (out, lse))
+        merged = result[:2] if copies is None else copies.merged(result[0], result[1], q.shape[1])
+        return settle(merged, (out, lse))
 
     def gradients(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
     ) -> Triple:
-        if call.pattern is not None:
-            return flash4_sparse.backward(dout, q, k, v, out, lse, call, into)
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
-        result = FLASH4.of(functions()).backward(
+        arguments, copies = _arguments(call, q.device, True)
+        grads = package()[0].backward(
             q,
-            k,
-            v,
+            k if copies is None else copies.added(k),
+            v if copies is None else copies.added(v),
             out,
             dout,
             as_taken(lse),
-            **pack_lengths(call),
-            **window(call.mask),
             softmax_scale=call.scale,
-            **_capped(call, "score_mod", "score_mod_bwd"),
-            deterministic=call.deterministic,
+            **arguments,
             dq=dq if writable(dq) else None,
-            dk=dk if writable(dk) else None,
-            dv=dv if writable(dv) else None,
-        )
-        return settle(result, (dq, dk, dv))
+            dk=dk if copies is None and writable(dk) else None,
+            dv=dv if copies is None and writable(dv) else None,
+        )[:3]
+        if copies is not None:
+            grads = grads[0], *(copies.summed(x, k.shape[1]) for x in grads[1:])
+        return settle(grads, (dq, dk, dv))
 
 
 def _pair_rule(shape: Shape, blackwell: bool) -> str | None:
@@ -108,9 +98,19 @@ def _pair_rule(shape: Shape, blackwell: bool) -> str | None:
     return None
 
 
-def _capped(call: Call, *names: str) -> dict[str, Any]:
-    """The functions of a softcap, of the scores and of their gradients, by these names of the kernel's arguments."""
-    return {} if call.softcap is None else dict(zip(names, softcap_mods(call.softcap), strict=False))
+def _arguments(call: Call, device: torch.device, backward: bool) -> tuple[dict[str, Any], flash4_sparse.Copies | None]:
+    """A call's arguments of the forward or the backward, and the copies of tiles that a pattern's lists need."""
+    if (pattern := call.pattern) is not None:
+        made = pattern.keep(("flash4", device, backward), lambda: flash4_sparse.arguments(pattern, device, backward))
+        return held(made, device)
+    arguments: dict[str, Any] = {**pack_lengths(call), **window(call.mask)}
+    if backward:
+        arguments["deterministic"] = call.deterministic
+    if call.softcap is not None:
+        arguments["score_mod"], gradient = softcap_mods(call.softcap)
+        if backward:
+            arguments["score_mod_bwd"] = gradient
+    return arguments, None
 
 
 def window(mask: Band) -> dict[str, int | bool | None]:

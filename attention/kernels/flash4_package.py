@@ -1,57 +1,32 @@
-"""The package flash-attn-4 (`flash_attn.cute`): its import, and how its kernels take tensors."""
+"""The package flash-attn-4 (`flash_attn.cute`): its import, how its kernels take tensors, and what they evaluate for each score:
+of a tile that is seen in part, and of a softcap."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import sys
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cache, lru_cache
 from pathlib import Path
-from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
-from attention.errors import UnsupportedCall
 from attention.gpu.private import FLASH4, FLASH4_VERSION
 from attention.kernels.fit import dense_like
-
-INSTALL = f"pip install flash-attn-4=={FLASH4_VERSION}"
-
-
-@lru_cache
-def interface() -> tuple[ModuleType | None, str]:
-    """`flash_attn.cute.interface`, or None and the reason. Importing takes seconds, so it is done at the first use.
-    cutlass-dsl keeps its packages in a subfolder, which a .pth file adds to the path. Python reads .pth files only in
-    site-packages; elsewhere the subfolder is added to the path here."""
-    try:
-        if importlib.util.find_spec("flash_attn") is None or importlib.util.find_spec("flash_attn.cute") is None:
-            return None, f"needs the package flash-attn-4: {INSTALL}"
-    except (ImportError, ValueError) as error:  # another flash_attn that does not import
-        return None, f"flash_attn does not import ({error}); {INSTALL}"
-    _add_cutlass_to_path()
-    try:
-        module = importlib.import_module("flash_attn.cute.interface")
-    except Exception as error:  # not only ImportError: its compiler has errors of its own
-        return None, f"flash_attn.cute does not import ({type(error).__name__}: {error}); {INSTALL}"
-    wrong = FLASH4.wrong(module)
-    return (None, f"{wrong}; {INSTALL}") if wrong else (module, "")
+from attention.kernels.packages import imported
 
 
-def functions() -> ModuleType:
-    module, reason = interface()
-    if module is None:
-        raise UnsupportedCall(f"kernel=flash4: {reason}")
-    return module
-
-
-def _add_cutlass_to_path() -> None:
-    if importlib.util.find_spec("cutlass") is not None:
-        return
-    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
-    for root in (spec.submodule_search_locations or []) if spec else []:
+@cache
+def package() -> tuple[Any, str | None]:
+    """The functions of `flash_attn.cute.interface`, or None and the reason. cutlass-dsl keeps its packages in a subfolder, which
+    a .pth file adds to the path. Python reads .pth files only in site-packages; elsewhere the subfolder is added here."""
+    dsl = None if importlib.util.find_spec("cutlass") else importlib.util.find_spec("nvidia_cutlass_dsl")
+    for root in (dsl and dsl.submodule_search_locations) or []:
         packages = Path(root) / "dsl_packages"
         if packages.is_dir() and str(packages) not in sys.path:
             sys.path.append(str(packages))
+    return imported("flash_attn.cute.interface", FLASH4, f"pip install flash-attn-4=={FLASH4_VERSION}")
 
 
 def writable(x: Tensor, align: int = 16) -> bool:
@@ -66,3 +41,63 @@ def as_taken(lse: Tensor) -> Tensor:
     """The LSE as the backward's kernels need it: contiguous, or every row aligned to 16 bytes."""
     dense = lse.is_contiguous() and lse.data_ptr() % 16 == 0
     return lse if dense or writable(lse) else dense_like(lse).copy_(lse)
+
+
+@cache
+def mask_mod(intervals: int, copies: bool) -> Callable[..., Any]:
+    """Whether a query sees a key, from the query's intervals of keys.
+
+    intervals: how many; aux_tensors[0] is int32 `[queries, 2 * intervals]`, start and stop of each.
+    copies: some tiles of keys are copies of others, behind the last; aux_tensors[1] is int32 `[tiles of keys]`, how many
+    keys each tile lies behind the one that it is a copy of."""
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    @cute.jit
+    def visible(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors):  # type: ignore[no-untyped-def]
+        table = aux_tensors[0]
+        key = kv_idx
+        if cutlass.const_expr(copies):
+            key = kv_idx - scalar_to_ssa(aux_tensors[1][kv_idx[0] // 128], cutlass.Int32)
+        row = q_idx[0]
+        seen = (key >= scalar_to_ssa(table[row, 0], cutlass.Int32)) & (
+            key < scalar_to_ssa(table[row, 1], cutlass.Int32)
+        )
+        for i in cutlass.range_constexpr(1, intervals):
+            seen = seen | (
+                (key >= scalar_to_ssa(table[row, 2 * i], cutlass.Int32))
+                & (key < scalar_to_ssa(table[row, 2 * i + 1], cutlass.Int32))
+            )
+        return seen
+
+    return visible
+
+
+@cache
+def band_mod() -> Callable[..., Any]:
+    """Whether `lo <= k - q <= hi`, with lo and hi in aux_scalars: without a load."""
+    from cutlass import cute
+
+    @cute.jit
+    def visible(batch, head, q_idx, kv_idx, seqlen_info, aux_tensors, aux_scalars):  # type: ignore[no-untyped-def]
+        distance = kv_idx - q_idx
+        return (distance >= aux_scalars[0]) & (distance <= aux_scalars[1])
+
+    return visible
+
+
+def scalars(band: tuple[int, int]) -> tuple[Any, Any]:
+    """A band as aux_scalars: arguments of a launch, as Python's integers would be compiled in."""
+    import cutlass
+
+    return cutlass.Int32(band[0]), cutlass.Int32(band[1])
+
+
+@lru_cache
+def softcap_mods(softcap: float) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The capped score, and the gradient of a score from that of the capped one: the package's own. Made once, as the package
+    reads a new function's source at each call."""
+    from flash_attn.cute.utils import create_softcap_scoremod, create_softcap_scoremod_bwd
+
+    return create_softcap_scoremod(softcap), create_softcap_scoremod_bwd(softcap)

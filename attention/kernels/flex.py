@@ -29,7 +29,7 @@ from attention.errors import UnsupportedCall
 from attention.gpu import private
 from attention.gpu.uploads import held, uploaded
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
-from attention.kernels.tile_lists import TILE, Lists, by_queries, row_intervals, tiles_of
+from attention.kernels.tile_lists import TILE, listed, row_intervals, tiles_of
 from attention.masks.pattern import Pattern
 
 
@@ -78,12 +78,9 @@ def share(dout: Tensor, final: Pair, part: Pair) -> Pair:
 
 
 def block_mask(pattern: Pattern, device: torch.device) -> Any:
-    """The BlockMask of a pattern; kept with it. Its lists are padded to all tiles: with shorter ones PyTorch 2.11 gives
-    wrong results."""
-    if ("flex", device) in pattern.kept:
-        return pattern.kept["flex", device]
+    """The BlockMask of a pattern. Its lists are padded to all tiles: with shorter ones PyTorch 2.11 gives wrong results."""
     tiles = tiles_of(pattern)
-    rows = tiles.rows[tiles.in_part] if device.type == "cuda" else tiles.rows  # uncompiled, it ignores the lists
+    rows = tiles.cut if device.type == "cuda" else pattern.rectangles  # uncompiled, it ignores the lists
     intervals = row_intervals(rows, pattern.n_q, device)
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -92,17 +89,19 @@ def block_mask(pattern: Pattern, device: torch.device) -> Any:
             seen = seen | (j >= intervals[i, slot]) & (j < intervals[i, slot + 1])
         return seen
 
-    def listed(lists: Lists) -> tuple[Tensor, Tensor]:
-        width = -(-pattern.n_k // TILE)
-        padded = np.pad(lists.indices, ((0, 0), (0, width)))[None, None, :, :width]
-        return uploaded(lists.counts[None, None], device), uploaded(padded.copy(), device)
+    def padded(counts: Any, indices: Any) -> tuple[Tensor, Tensor]:
+        width = tiles.shape[1]
+        every = np.pad(indices, ((0, 0), (0, width)))[None, None, :, :width]
+        return uploaded(counts[None, None], device), uploaded(every.copy(), device)
 
-    lists, lengths = by_queries(tiles), (pattern.n_q, pattern.n_k)
-    mask = BlockMask.from_kv_blocks(
-        *listed(lists.partial), *listed(lists.full), BLOCK_SIZE=TILE, mask_mod=visible, seq_lengths=lengths
+    lists = listed(tiles)
+    return BlockMask.from_kv_blocks(
+        *padded(*lists.partial),
+        *padded(*lists.full),
+        BLOCK_SIZE=TILE,
+        mask_mod=visible,
+        seq_lengths=(pattern.n_q, pattern.n_k),
     )
-    pattern.kept["flex", device] = mask
-    return mask
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
@@ -113,7 +112,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     intervals, mask = 0, None  # of a query: what the compiled code depends on
     if call.pattern is not None or call.packed or not call.mask.full:
         pattern = call.as_pattern(q.shape[2], k.shape[2])
-        intervals, mask = max(1, tiles_of(pattern).intervals), held(block_mask(pattern, q.device), q.device)
+        intervals = max(1, tiles_of(pattern).intervals)
+        mask = held(pattern.keep(("flex", q.device), lambda: block_mask(pattern, q.device)), q.device)
     arguments = q, k, v, mask, call.scale, call.softcap
     if not q.is_cuda:
         return _call(*arguments)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from attention.masks.band import FULL, Band, Interval
 from attention.masks.rectangles import K0, K1, Q0, Q1, UNBOUNDED, Rectangles, band_of, from_columns, in_order, pairs
 
+T = TypeVar("T")
 Entry = tuple[Interval, tuple[Interval, ...]]  # queries, and the keys that they see side by side
 
 
@@ -31,6 +33,13 @@ class Pattern:
     n_k: int
     rectangles: Rectangles
     kept: dict[Any, Any] = field(default_factory=dict, repr=False)  # what kernels derive from it
+
+    def keep(self, key: Any, make: Callable[[], T]) -> T:
+        """What a kernel derives from the pattern: made at the first call, then kept with it."""
+        if key not in self.kept:
+            self.kept[key] = make()
+        kept: T = self.kept[key]
+        return kept
 
     def pairs(self, *_: int) -> int:
         return int(pairs(self.rectangles).sum())

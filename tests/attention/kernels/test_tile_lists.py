@@ -4,17 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from attention.kernels.tile_lists import (
-    FAR,
-    TILE,
-    Lists,
-    TileLists,
-    balanced,
-    by_keys,
-    by_queries,
-    row_intervals,
-    tiles_of,
-)
+from attention.kernels.flash4_sparse import longest_part
+from attention.kernels.tile_lists import FAR, TILE, TileLists, listed, row_intervals, tiles_of
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import UNBOUNDED, rectangles
 from tests.support.patterns import PATTERNS, kept, random_pattern
@@ -31,34 +22,27 @@ def tiled(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (inside > 0) & (inside < TILE * TILE), inside == TILE * TILE
 
 
-def dense_lists(lists: Lists, rows: int, columns: int) -> np.ndarray:
-    found = np.zeros((rows, columns), int)
-    for row, n in enumerate(lists.counts):
-        listed = lists.indices[row, :n]
-        assert (np.diff(listed) > 0).all(), "ascending, none twice"
-        found[row, listed] += 1
-    return found
-
-
-def joined_parts(listed: TileLists, lists: Lists, columns: int) -> np.ndarray:
+def joined_parts(lists: TileLists, counts: np.ndarray, indices: np.ndarray, columns: int) -> np.ndarray:
     """The lists as a matrix, with the parts of a row added to it."""
-    dense = dense_lists(lists, listed.tiles + len(listed.origin), columns)
-    found = dense[: listed.tiles].copy()
-    np.add.at(found, listed.origin, dense[listed.tiles :])
-    return found
+    dense = np.zeros((lists.tiles + len(lists.origin), columns), int)
+    for row, n in enumerate(counts):
+        assert (np.diff(indices[row, :n]) > 0).all(), "ascending, none twice"
+        dense[row, indices[row, :n]] += 1
+    np.add.at(dense, lists.origin, dense[lists.tiles :])
+    return dense[: lists.tiles]
 
 
 def check(pattern: Pattern) -> None:
     tiles, keep = tiles_of(pattern), kept(pattern)
     expected = tiled(keep)
-    for most in (None, 2, balanced(tiles, len(expected[0]))):
-        for listed, transposed in ((by_queries(tiles, most), False), (by_keys(tiles, most), True)):
-            for lists, dense in zip((listed.partial, listed.full), expected, strict=True):
-                wanted = dense.T if transposed else dense
-                assert (joined_parts(listed, lists, wanted.shape[1]) == wanted).all()
-            if most is not None:
-                assert (listed.partial.counts + listed.full.counts <= most).all()
-    intervals = row_intervals(tiles.rows[tiles.in_part], pattern.n_q, CPU).numpy()
+    for by_keys in (False, True):
+        for most in (2, 7, FAR):
+            lists = listed(tiles, by_keys, most)
+            for one, dense in zip((lists.partial, lists.full), expected, strict=True):
+                wanted = dense.T if by_keys else dense
+                assert (joined_parts(lists, *one, wanted.shape[1]) == wanted).all()
+            assert (lists.partial[0] + lists.full[0] <= most).all()
+    intervals = row_intervals(tiles.cut, pattern.n_q, CPU).numpy()
     assert intervals.shape == (-(-pattern.n_q // TILE) * TILE, 2 * max(1, tiles.intervals))
     seen = np.zeros_like(keep)
     key = np.arange(pattern.n_k)
@@ -82,11 +66,10 @@ def test_lists_and_intervals_of_random_patterns_are_those_of_the_matrix(seed):
     check(random_pattern(seed))
 
 
-def test_the_intervals_of_all_rows_are_the_whole_pattern():
+def test_the_intervals_of_all_rectangles_are_the_whole_pattern():
     for seed in range(20):
         pattern = random_pattern(seed)
-        tiles = tiles_of(pattern)
-        intervals = row_intervals(tiles.rows, pattern.n_q, CPU)[: pattern.n_q].reshape(pattern.n_q, -1, 2)
+        intervals = row_intervals(pattern.rectangles, pattern.n_q, CPU)[: pattern.n_q].reshape(pattern.n_q, -1, 2)
         key = torch.arange(pattern.n_k)
         seen = ((key >= intervals[..., :1]) & (key < intervals[..., 1:])).sum(1)
         assert (seen.numpy() == kept(pattern)).all()
@@ -113,7 +96,7 @@ def test_lists_grow_with_the_tiles_and_not_with_their_square():
     def size(tokens: int) -> int:
         rows = [(0, tokens, 0, tokens, -1023, 0), (1151, tokens, 0, 128, -UNBOUNDED, -1024)]
         tiles = tiles_of(Pattern(tokens, tokens, rectangles(rows)))
-        listed = [of(tiles, balanced(tiles, tokens // TILE)) for of in (by_queries, by_keys)]
-        return sum(x.nbytes for each in listed for lists in (each.partial, each.full) for x in vars(lists).values())
+        both = [listed(tiles, by_keys, longest_part(tiles, tokens // TILE)) for by_keys in (False, True)]
+        return sum(x.nbytes for lists in both for x in (*lists.partial, *lists.full))
 
     assert size(1 << 20) < 17 * size(1 << 16)
