@@ -19,6 +19,7 @@ from torch import Tensor
 from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.kernels.fit import dense_like
 from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, name_of
+from attention.kernels.triton_softmax import LOG2E, add_tile, empty, store
 from attention.masks.band import Band
 from attention.ops.merge import merge_n_triton
 from attention.tensors import empty_lse, result_like
@@ -32,8 +33,6 @@ STAGES = 4  # in flight, where shared memory holds them, else 3
 FOUR_STAGES_BYTES = 112 << 10  # shared memory that four stages take, rounded up
 SHORTEST_SPLIT = 256  # keys: below it, writing and merging the partial results outweighs the parallelism
 BUSY = 0.95  # average share of busy SMs from which more splits gain nothing
-LOG2E = 1.4426950408889634
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -44,6 +43,26 @@ def _tanh(x):  # type: ignore[no-untyped-def]
     x2 = x * x
     near = x * (1.0 + x2 * (-1 / 3 + x2 * (2 / 15 + x2 * (-17 / 315 + x2 * (62 / 2835)))))
     return tl.where(tl.abs(x) < 0.25, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def _keys(  # type: ignore[no-untyped-def]
+    length, n_keys, split, split_keys, first_key, all_keys, left, n_queries,
+    LENGTHS: tl.constexpr, LEFT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The keys `[start, stop)` of a split, and where the last query lies, plus 1."""
+    end = n_keys
+    if LENGTHS:
+        end = tl.minimum(tl.maximum(tl.load(length).to(tl.int32), 0), all_keys) - first_key
+    first_seen = 0
+    if LEFT:
+        first_seen = tl.maximum(end - n_queries - left, 0)
+    stop = tl.minimum(n_keys, end)
+    if LENGTHS:  # each element has as many splits, of its own keys
+        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
+        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
+    start = first_seen + split * split_keys
+    return start, tl.minimum(start + split_keys, stop), end
 
 
 @triton.jit
@@ -68,19 +87,9 @@ def _split(  # type: ignore[no-untyped-def]
     q_at = q + b * q_b + t[:, None] * q_t + h[:, None] * q_h + d[None, :]
     q_ = tl.load(q_at, mask=live[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
 
-    # the keys [start, stop) of this split; end: where the last query lies, plus 1
-    end = n_keys
-    if LENGTHS:
-        end = tl.minimum(tl.maximum(tl.load(lengths + b * lengths_b).to(tl.int32), 0), all_keys) - first_key
-    first_seen = 0
-    if LEFT:
-        first_seen = tl.maximum(end - n_queries - left, 0)
-    stop = tl.minimum(n_keys, end)
-    if LENGTHS:  # each element has as many splits, of its own keys
-        share = tl.cdiv(tl.maximum(stop - first_seen, 0), tl.num_programs(1))
-        split_keys = tl.cdiv(share, BLOCK_N) * BLOCK_N
-    start = first_seen + split * split_keys
-    stop = tl.minimum(start + split_keys, stop)
+    start, stop, end = _keys(
+        lengths + b * lengths_b, n_keys, split, split_keys, first_key, all_keys, left, n_queries, LENGTHS, LEFT, BLOCK_N
+    )
     place = end - n_queries + row // GROUP  # of each query
     key = tl.arange(0, BLOCK_N)
     first = start.to(tl.int64)
@@ -88,9 +97,7 @@ def _split(  # type: ignore[no-untyped-def]
     v_at = v + b * v_b + kv_head * v_h + first * v_n + key[:, None].to(tl.int64) * v_n + dv[None, :]
     step = tl.full([], BLOCK_N, tl.int64)
 
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    top, total, acc = empty(BLOCK_M, BLOCK_V)
     for at in range(start, stop, BLOCK_N):
         inside = at + key < stop
         k_ = tl.load(k_at, mask=inside[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -105,23 +112,14 @@ def _split(  # type: ignore[no-untyped-def]
         if RIGHT:
             seen = seen & ((at + key)[None, :] <= place[:, None] + right)
         s = tl.where(seen, s, float("-inf"))
-        higher = tl.maximum(top, tl.max(s, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # a query may have seen no key yet
-        p = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        total = total * shrink + tl.sum(p, 1)
         v_ = tl.load(v_at, mask=inside[:, None] & (dv < VALUE_DIM)[None, :], other=0.0)
-        acc = tl.dot(p.to(v_.dtype), v_, acc * shrink[:, None], input_precision=PRECISION)
-        top = higher
+        top, total, acc = add_tile(s, v_, top, total, acc, 1.0, True, PRECISION)
         k_at += step * k_n
         v_at += step * v_n
 
-    norm = tl.where(total == 0.0, 1.0, total)
     out_at = out + split.to(tl.int64) * out_p + b * out_b + t[:, None] * out_t + h[:, None] * out_h + dv[None, :]
-    kept = live[:, None] & (dv < VALUE_DIM)[None, :]
-    tl.store(out_at, (acc / norm[:, None]).to(out.dtype.element_ty), mask=kept)
     lse_at = lse + split.to(tl.int64) * lse_p + b * lse_b + h * lse_h + t * lse_t
-    tl.store(lse_at, tl.where(total == 0.0, float("-inf"), (top + tl.log2(norm)) * LN2), mask=live)
+    store(out_at, lse_at, top, total, acc, 1.0, live[:, None] & (dv < VALUE_DIM)[None, :], live)
 
 
 def missing(device: str) -> str | None:

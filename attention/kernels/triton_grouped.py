@@ -22,11 +22,10 @@ from torch import Tensor
 from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.gpu.uploads import held, uploaded
 from attention.kernels.interface import Pair, settle
+from attention.kernels.triton_softmax import LOG2E, add_tile, empty, store
 
 MAX_SETS = 4  # whose accumulators the registers hold
 HEAD_DIMS = (64, 128)
-LOG2E = 1.4426950408889634
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @dataclass(frozen=True)
@@ -57,14 +56,12 @@ def tiling(groups: int, head_dim: int, itemsize: int) -> Tiling:
 
 @triton.jit
 def _walk(  # type: ignore[no-untyped-def]
-    k, v, k_n, v_n, n_keys, start, stop, scale_log2, queries, seen, sums,
-    FIRST: tl.constexpr, SETS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
+    k, v, k_n, v_n, n_keys, d, start, stop, scale_log2, queries, seen, sums,
+    FIRST: tl.constexpr, SETS: tl.constexpr, MASKED: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Adds the tiles of keys from `start` (a multiple of KEYS) to `stop` to the running softmaxes of the sets from FIRST on. For
     each set: its queries, for each of them the number of keys that it sees, and (top, total, acc). `top` is the maximum of the
     unscaled scores, so scaling and shifting are one fused multiply-add."""
-    d = tl.arange(0, HEAD_DIM)
     for at in range(start, stop, KEYS):
         key = at + tl.arange(0, KEYS)
         place = key.to(tl.int64)
@@ -79,18 +76,24 @@ def _walk(  # type: ignore[no-untyped-def]
                 s = tl.dot(queries[i], k_t, input_precision=PRECISION)
                 if MASKED:
                     s = tl.where(key[None, :] < seen[i][:, None], s, float("-inf"))
-                higher = tl.maximum(top, tl.max(s, 1))
-                base = higher * scale_log2
-                if MASKED:
-                    base = tl.where(higher == float("-inf"), 0.0, base)
-                p = tl.exp2(s * scale_log2 - base[:, None])
-                shrink = tl.exp2(top * scale_log2 - base)
-                total = total * shrink + tl.sum(p, 1)
-                acc = tl.dot(p.to(v_.dtype), v_, acc * shrink[:, None], input_precision=PRECISION)
-                top = higher
+                top, total, acc = add_tile(s, v_, top, total, acc, scale_log2, MASKED, PRECISION)
             after = after + ((top, total, acc),)  # type: ignore[assignment]
         sums = after
     return sums
+
+
+@triton.jit
+def _rows(chunk, block, ends, first, GROUPS: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """For each row of a set: the index of its query in q `[G * chunk]`, whether it exists, and how many keys it sees. first: the
+    set's first group."""
+    r = tl.arange(0, PACK * ROWS)
+    group = first + r // ROWS
+    i = block * ROWS + r % ROWS
+    live = (group >= 0) & (group < GROUPS) & (i < chunk)
+    end = tl.load(ends + group, mask=live, other=0)
+    if CAUSAL:
+        end = tl.minimum(end, end - chunk + i + 1)
+    return group.to(tl.int64) * chunk + i, live, end
 
 
 @triton.jit
@@ -111,22 +114,12 @@ def _grouped(  # type: ignore[no-untyped-def]
     out += b * out_b + h * out_h
     lse += (b * heads + h) * chunk * GROUPS
     d = tl.arange(0, HEAD_DIM)
-    r = tl.arange(0, PACK * ROWS)
-    row = block * ROWS + r % ROWS  # in its chunk
     places, lives, queries, seen, sums = (), (), (), (), ()
     for i in tl.static_range(SETS):
-        group = i * PACK - PAD + r // ROWS
-        live = (group >= 0) & (group < GROUPS) & (row < chunk)
-        end = tl.load(ends + group, mask=live, other=0)
-        if CAUSAL:
-            end = tl.minimum(end, end - chunk + row + 1)
-        place = group.to(tl.int64) * chunk + row
+        place, live, end = _rows(chunk, block, ends, i * PACK - PAD, GROUPS, PACK, ROWS, CAUSAL)
         x = tl.load(q + place[:, None] * q_t + d[None, :], mask=live[:, None], other=0.0)
-        top = tl.full([PACK * ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([PACK * ROWS], tl.float32)
-        acc = tl.zeros([PACK * ROWS, HEAD_DIM], tl.float32)
         places, lives, queries, seen = places + (place,), lives + (live,), queries + (x,), seen + (end,)  # type: ignore[assignment]
-        sums = sums + ((top, total, acc),)  # type: ignore[assignment]
+        sums = sums + (empty(PACK * ROWS, HEAD_DIM),)  # type: ignore[assignment]
 
     # phase P ends with set P: first the tiles that all rows of the remaining sets see, then those on the edge of set P
     at = 0
@@ -138,36 +131,18 @@ def _grouped(  # type: ignore[no-untyped-def]
             stop = tl.minimum(stop, stop - chunk + block * ROWS + ROWS)
         whole = tl.maximum(low, 0) // KEYS * KEYS
         sums = _walk(
-            k,
-            v,
-            k_n,
-            v_n,
-            n_keys,
-            at,
-            whole,
-            scale_log2,
-            queries,
-            seen,
-            sums,
-            P,
-            SETS,
-            False,
-            KEYS,
-            HEAD_DIM,
-            PRECISION,
+            k, v, k_n, v_n, n_keys, d, at, whole, scale_log2, queries, seen, sums, P, SETS, False, KEYS, PRECISION
         )
         at = tl.maximum(at, whole)
         sums = _walk(
-            k, v, k_n, v_n, n_keys, at, stop, scale_log2, queries, seen, sums, P, SETS, True, KEYS, HEAD_DIM, PRECISION
+            k, v, k_n, v_n, n_keys, d, at, stop, scale_log2, queries, seen, sums, P, SETS, True, KEYS, PRECISION
         )
         at = tl.maximum(at, tl.cdiv(tl.maximum(stop, 0), KEYS) * KEYS)
 
     for i in tl.static_range(SETS):
-        top, total, acc = sums[i]
-        norm = tl.where(total == 0.0, 1.0, total)
+        top, total, acc = sums[i]  # type: ignore[var-annotated]
         out_at = out + places[i][:, None] * out_t + d[None, :]
-        tl.store(out_at, (acc / norm[:, None]).to(out.dtype.element_ty), mask=lives[i][:, None])
-        tl.store(lse + places[i], tl.where(total == 0.0, top, (top * scale_log2 + tl.log2(norm)) * LN2), mask=lives[i])
+        store(out_at, lse + places[i], top, total, acc, scale_log2, lives[i][:, None], lives[i])
 
 
 def grouped_forward(
