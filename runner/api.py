@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runner import app, interleave, plan
 from runner.config import folders, overrides, resolve
 from runner.config.values import InvalidConfig, Refused, message
-from runner.output import reader, summary, terminal
+from runner.output import columns, reader, terminal
 from runner.output.reader import UnreadableFile
 from runner.output.record import Result
 from runner.output.run_tables import table_of
@@ -82,8 +82,8 @@ def load(*where: str | Path, samples: bool = False) -> pd.DataFrame:
             warnings.warn(str(problem), stacklevel=2)
     if samples:
         return pd.DataFrame([row for result in found for row in _samples(result)], columns=_SAMPLE)
-    rows = [summary.row(result) | {"folder": str(result.folder)} for result in found]
-    return pd.DataFrame(rows, columns=[*summary.COLUMNS, "folder"])
+    rows = [columns.row(result) | {"folder": str(result.folder)} for result in found]
+    return pd.DataFrame(rows, columns=[*columns.KEYS, "folder"])
 
 
 def close() -> None:

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from runner.output.columns import COLUMNS, row
 from runner.output.record import Result
-from runner.output.summary import COLUMNS, row
 from runner.redaction import redacted
-
-# columns of a summary that are asked for, not measured
-ASKED = (*COLUMNS[COLUMNS.index("status") : COLUMNS.index("forward_ms")], "reason")
 
 
 @dataclass(frozen=True)
@@ -28,8 +25,8 @@ class Tracked:
 
     @staticmethod
     def of(value: dict[str, Any], folder: Path) -> Tracked:
-        flat = {key: found for key, found in row(Result.of(redacted(value), folder)).items() if found is not None}
-        numbers = {key: float(x) for key, x in flat.items() if isinstance(x, (int, float)) and key not in ASKED}
+        flat = {key: x for key, x in row(Result.of(redacted(value), folder)).items() if x is not None and key != "name"}
+        measured = {column.key for column in COLUMNS if column.measured}
         environment = value["environment"]
         tags = {
             "key": value["key"],
@@ -38,8 +35,8 @@ class Tracked:
         }
         return Tracked(
             name=value["name"],
-            parameters={key: flat[key] for key in ASKED if key in flat},
-            metrics=numbers,
+            parameters={key: x for key, x in flat.items() if key not in measured},
+            metrics={key: float(x) for key, x in flat.items() if key in measured},
             tags={key: str(x) for key, x in tags.items() if x},
             folder=folder,
             seconds=(environment["started_at"], environment["started_at"] + environment["seconds"]),

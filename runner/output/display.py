@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich.markup import escape
@@ -10,6 +10,7 @@ from rich.status import Status
 from rich.table import Table
 
 from runner.output import fields, summary, terminal
+from runner.output.columns import TABLE, Column
 from runner.output.record import Result
 from runner.output.terminal import err as err
 from runner.output.terminal import flop, gib, new_table, note_dropped, seconds, show
@@ -257,36 +258,25 @@ def run_line(result: Result) -> str:
     return f"{result.name}: {result.timing.rounds.unfinished or 'ok'}, {times} ms"
 
 
-# the columns of a sweep's table that a narrow terminal leaves out, in this order
-LEFT_OUT = (
-    "seed", "sequences", "rel L2", "L2 read", "memory read", "KV bytes, model", "exp. bwd", "exp. fwd", "dtype", "timing", "mode",
-    "transport", "baseline ms", "speedup", "eff.", "config", "bwd ms", "fwd ms", "kernel", "status", "TFLOP/s",
-)  # fmt: skip
-WRAPPED = ("options", "settings", "sequences", "timing")
-LEFT = ("attention", "config", "kernel", "status", "settings")
-
-
 def sweep_table(rows: list[dict[str, Any]]) -> None:
     """Print the rows of a sweep's summary: the columns in which they differ, and what was measured."""
-    table, columns, filled = new_table(), [], [summary.cells(entry) for entry in rows]
-    for i, (key, title, _) in enumerate(summary.SHOWN):
-        cells = [texts[i] for texts in filled]
-        if _is_shown(key, cells, rows):
-            table.add_column(title, justify="left" if key in LEFT else "right")
-            columns.append(map(escape, cells))
-    for row in zip(*columns, strict=True):
-        table.add_row(*row)
+    table, columns = new_table(), [column for column in summary.shown(rows) if _is_shown(column, rows)]
+    for column in columns:
+        table.add_column(column.title, justify="left" if column.left else "right")
+    for entry in rows:
+        table.add_row(*(escape(column.text(entry)) for column in columns))
     # never left out: the only time of a run without a backward, and the status of one that failed
-    needed = {"fwd ms"} if any(entry["status"] == "ok" and entry["total_ms"] is None for entry in rows) else set()
+    needed = {"forward_ms"} if any(entry["status"] == "ok" and entry["total_ms"] is None for entry in rows) else set()
     needed |= {"status"} if any(entry["status"] != "ok" for entry in rows) else set()
-    dropped = show(table, WRAPPED, [title for title in LEFT_OUT if title not in needed])
+    fewest = sorted(
+        (column for column in TABLE if column.drop and column.key not in needed), key=lambda column: column.drop
+    )
+    dropped = show(table, [column.title for column in TABLE if column.wrapped], [column.title for column in fewest])
     for remark in summary.remarks(rows):
         terminal.out.print(remark)
     note_dropped(dropped, ": summary.md has them")
 
 
-def _is_shown(key: str, cells: Sequence[str], rows: list[dict[str, Any]]) -> bool:
-    if key in summary.WHERE_DIFFERENT:
-        return summary.differ(rows, key)
-    found = set(cells)
-    return key in ("attention", "status") or (found != {""} and (len(rows) == 1 or len(found) > 1))
+def _is_shown(column: Column, rows: list[dict[str, Any]]) -> bool:
+    texts = {column.text(entry) for entry in rows}
+    return column.swept or column.key in ("attention", "status") or len(rows) == 1 or len(texts) > 1

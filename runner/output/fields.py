@@ -262,6 +262,11 @@ class Metrics(Part):
     sparsity_ratio: float | None = None  # the share that the mask removes from dense attention in its direction
     mask_build_ms: float | None = None  # to build the mask and cut it for a rank; None for masks that are not cut
 
+    @property
+    def kv_read_bytes(self) -> int | None:
+        """Of a grouping, by the model: those of the rank that reads most."""
+        return max(self.kv_bytes_read_by_rank, default=0) or None
+
 
 class Model(Part):
     """loss_curve: the loss of every training step, from the first one on."""
@@ -270,6 +275,10 @@ class Model(Part):
     parameters: int
     parameter_bytes: int
     loss_curve: list[float] = field(default_factory=list)
+
+    @property
+    def first_loss(self) -> float | None:
+        return self.loss_curve[0] if self.loss_curve else None
 
     @property
     def loss(self) -> float | None:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from runner.report.labels import labels
-from runner.report.runs import WORKLOAD, Run
+from runner.report.runs import PHRASES, WORKLOAD, Run
 from runner.report.scaling import scaling
-from runner.report.table import PHRASES, fact
+from runner.report.table import fact
 
 # charts that a section of a document may show; each is the name of a panel
 KINDS = {"time": "Time of a step", "tflops": "Rate", "efficiency": "Efficiency against one device"}

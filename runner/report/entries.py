@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from runner.output.columns import COLUMNS
 from runner.output.reader import RESULT
 from runner.reading import read_regular
 from runner.report.fair import spread
@@ -49,34 +50,6 @@ class Column:
         return about | {key: value for key, value in more.items() if value} | {"data": packed(self.values)}
 
 
-# key in the summary's row: title, format, what is better, whether the table shows it
-METRICS = {
-    "forward_ms": ("forward ms", "ms", "lower", True),
-    "backward_ms": ("backward ms", "ms", "lower", True),
-    "optimizer_ms": ("optimizer ms", "ms", "lower", True),
-    "total_ms": ("total ms", "ms", "lower", True),
-    "back_to_back_ms": ("back to back ms", "ms", "lower", False),
-    "tokens_per_s": ("tokens/s", "count", "higher", False),
-    "tflops_per_device": ("TFLOP/s a rank", "number", "higher", True),
-    "sol": ("of limit", "percent", "higher", True),
-    "mfu": ("MFU", "percent", "higher", True),
-    "speedup": ("speedup", "number", "higher", True),
-    "efficiency": ("efficiency", "percent", "higher", True),
-    "exposed_forward_ms": ("exposed comm. forward ms", "ms", "lower", True),
-    "exposed_backward_ms": ("exposed comm. backward ms", "ms", "lower", True),
-    "peak_bytes": ("peak memory a rank", "bytes", "lower", True),
-    "rel_l2_out": ("rel L2 of out", "power", "lower", False),
-    "density": ("mask density", "percent", "", False),
-    "mask_build_ms": ("mask build ms", "ms", "lower", False),
-    "parameters": ("parameters", "count", "", False),
-    "first_loss": ("first loss", "number", "", False),
-    "loss": ("last loss", "number", "lower", False),
-    "kv_read_bytes": ("KV bytes, model", "bytes", "lower", False),
-    "forward_memory_read_bytes": ("memory read, forward", "bytes", "lower", False),
-    "forward_l2_read_bytes": ("L2 read, forward", "bytes", "lower", False),
-}
-
-
 def columns(runs: Sequence[Run], sweeps: Sequence[str], out: Path) -> list[Column]:
     """The columns of these runs that are not empty. sweeps: the name of each run's sweep; out: the page's folder, from
     which files are linked."""
@@ -107,18 +80,19 @@ def _metrics(runs: Sequence[Run]) -> list[Column]:
     against = scaling(runs)
     rows = [run.row for run in runs]
     found = []
-    for key, (title, form, better, shown) in METRICS.items():
+    for key, page in ((column.key, column.page) for column in COLUMNS if column.page):
         values = [row[key] for row in rows]
         if key in ("speedup", "efficiency"):
             values = [getattr(against[run], key) if run in against else None for run in runs]
         if key.startswith("exposed_"):
             values = [x if run.ok and (run.world_size or 0) > 1 else None for x, run in zip(values, runs, strict=True)]
         which, also = key.removesuffix("_ms"), None
-        if which in (*PASSES, "optimizer") and form == "ms":
+        if which in (*PASSES, "optimizer"):
             also = {"spread": f"{which}_iqr", "low": f"{which}_low", "high": f"{which}_high"}
             found += _spreads(runs, which, also)
-        title = rate_title(runs) if key == "tflops_per_device" else title
-        found.append(Column(key, title, "metric", [_short(value) for value in values], form, better, shown, also))
+        title = rate_title(runs) if key == "tflops_per_device" else page.title
+        short = [_short(value) for value in values]
+        found.append(Column(key, title, "metric", short, page.format, page.better, page.shown, also))
     return found
 
 

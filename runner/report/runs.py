@@ -5,76 +5,66 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from attention.masks.band import Band
 from runner.config.variants import BEST, setting_label
-from runner.output import reader, summary
+from runner.output import columns, reader
 from runner.output.fields import Environment, PassTimes
 from runner.output.record import Asked, Result
 from runner.peers import PEERS, everything
 
-# the facts in which runs may differ, by the title of their column
-FACTS = {
-    "model": "model", "attention": "attention", "options": "options", "world_size": "W", "batch": "batch", "seq_len": "S", "q_len": "queries",
-    "heads": "heads", "head_dim": "D", "features": "features", "mask": "mask", "pack": "pack", "dtype": "dtype", "kernel": "kernel",
-    "transport": "transport", "graphs": "graphs", "replay": "replay", "timing": "timing", "mode": "mode", "gpu": "GPU",
-}  # fmt: skip
-# the facts of the work itself, and those of the way it was done
+# the facts of the work itself, in the order by which tables are sorted, and those of the way it was done
 WORKLOAD = (
-    "gpu",
-    "model",
-    "mode",
-    "dtype",
-    "batch",
-    "heads",
-    "head_dim",
-    "features",
-    "mask",
-    "pack",
-    "q_len",
-    "seq_len",
-    "world_size",
-)
+    "gpu", "model", "mode", "dtype", "batch", "heads", "head_dim", "features", "mask", "pack", "q_len", "seq_len", "world_size",
+)  # fmt: skip
 WAYS = ("asked_kernel", "asked_transport", "graphs", "replay", "timing")
 PASSES = ("forward", "backward", "total")
 BACK_TO_BACK = "back_to_back"
 
 
-@dataclass(frozen=True, eq=False)
+def _named(title: str, phrase: str = "", none: bool = False) -> dict[str, Any]:
+    """About a fact in which runs may differ. title: of its column. phrase: the fact in a sentence. none: whether no value means that
+    there is none, rather than that it is not known."""
+    return {"title": title, "phrase": phrase, "none": none}
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Run:
     """A result and its facts, which are None where the result does not say them."""
 
     result: Result
-    attention: str | None
-    options: dict[str, Any]  # as asked: empty for attention=auto
+    model: str | None = field(metadata=_named("model", "model {}", none=True))  # None: attention alone
+    attention: str | None = field(metadata=_named("attention"))
+    options: dict[str, Any] = field(metadata=_named("options", none=True))  # as asked: empty for attention=auto
+    world_size: int | None = field(metadata=_named("W", "world size {}"))
+    batch: int | None = field(metadata=_named("batch", "batch {}"))
+    seq_len: int | None = field(metadata=_named("S", "S = {}"))
+    q_len: int | None = field(metadata=_named("queries", "q_len = {}"))
+    heads: str | None = field(metadata=_named("heads", "{} heads (query:KV)"))
+    head_dim: int | None = field(metadata=_named("D", "D = {}"))
+    features: str | None = field(
+        metadata=_named("features", "{}", none=True)
+    )  # what the call has beyond plain attention
+    mask: str | None = field(metadata=_named("mask", "{}"))
+    pack: str | None = field(metadata=_named("pack", "a packed batch of {}", none=True))  # in a few words
+    dtype: str | None = field(metadata=_named("dtype", "{}"))
+    mode: str | None = field(metadata=_named("mode", "{}"))
+    kernel: str | None = field(metadata=_named("kernel", "kernel {}"))  # the one that ran
+    transport: str | None = field(metadata=_named("transport", "transport {}"))
+    graphs: bool | str = field(metadata=_named("graphs", "graphs={}", none=True))
+    replay: str | None = field(
+        metadata=_named("replay", "replay={}")
+    )  # not known of CUDA graphs, and before there was the option
+    timing: str | None = field(metadata=_named("timing", "timing {}"))
+    gpu: str | None = field(metadata=_named("GPU"))
     took: str | None  # the variant and options that attention=auto took, or the options that were the best
     config: str | None
-    model: str | None  # None: attention alone
-    world_size: int | None
-    batch: int | None
-    seq_len: int | None
-    q_len: int | None
-    heads: str | None  # query heads:KV heads
-    head_dim: int | None
-    features: (
-        str | None
-    )  # what the call has beyond plain attention: sinks, a softcap, a scale, another head dim of the values
-    mask: str | None
-    pack: str | None  # a packed batch, in a few words
-    dtype: str | None
-    mode: str | None
-    kernel: str | None  # the one that ran
-    transport: str | None
     asked_kernel: str | None  # may be auto
     asked_transport: str | None
-    graphs: bool | str
-    replay: str | None  # launches or none; of results before there was the option, and of CUDA graphs, it is not known
-    timing: str | None
-    gpu: str | None
 
     @staticmethod
     def of(result: Result) -> Run:
@@ -96,7 +86,7 @@ class Run:
             "graphs",
         )
         return Run(
-            result,
+            result=result,
             options=options,
             took=took,
             heads=heads,
@@ -109,7 +99,7 @@ class Run:
             asked_kernel=asked.kernel,
             asked_transport=asked.transport,
             replay=None if asked.graphs else asked.replay,
-            timing=summary.timing_text(asked.timing),
+            timing=columns.timing_text(asked.timing),
             gpu=result.environment.gpu or next(gpus, None),
             **{key: getattr(asked, key) for key in same},
         )
@@ -138,7 +128,7 @@ class Run:
     @cached_property
     def row(self) -> dict[str, Any]:
         """The columns of the sweep's summary."""
-        return summary.row(self.result)
+        return columns.row(self.result)
 
     @cached_property
     def workload(self) -> tuple[Any, ...]:
@@ -225,6 +215,13 @@ def _pack(asked: Asked) -> str | None:
     return text + (", in a new order each time" if asked.timing.new_packs else "")
 
 
+_DECLARED = {fact.name: fact.metadata for fact in dataclasses.fields(Run)}
+_NAMED = set(_DECLARED) - {"result", "options"}
+FACTS: dict[str, str] = {name: about["title"] for name, about in _DECLARED.items() if about}  # their titles
+PHRASES: dict[str, str] = {name: about["phrase"] for name, about in _DECLARED.items() if about.get("phrase")}
+NONE_COUNTS = [name for name, about in _DECLARED.items() if about.get("none")]
+
+
 def read(folders: Iterable[Path]) -> list[Run]:
     """The runs in these folders and below, in the order of the tables. Files that are no results are named on stderr.
     Raises ValueError where there is no result."""
@@ -272,7 +269,7 @@ def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:
     for condition in conditions:
         key, sign, wanted = condition.partition("=")
         if not sign or all(_value(run, key) is None for run in runs):
-            known = sorted({*_FACTS, *(k for run in runs for k in run.options), *summary.COLUMNS})
+            known = sorted({*_NAMED, *(k for run in runs for k in run.options), *columns.KEYS})
             raise ValueError(f"--where {condition}: must be KEY=VALUE with one of these keys: {', '.join(known)}")
         kept = [run for run in kept if str(_value(run, key)).lower() in wanted.lower().split(",")]
     if not kept:
@@ -280,11 +277,8 @@ def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:
     return kept
 
 
-_FACTS = {field.name for field in dataclasses.fields(Run)} - {"result", "options"}
-
-
 def _value(run: Run, key: str) -> Any:
     if run.options.get(key) is not None:
         return run.options[key]
-    fact = getattr(run, key) if key in _FACTS else None
+    fact = getattr(run, key) if key in _NAMED else None
     return run.row.get(key) if fact is None else fact

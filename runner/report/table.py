@@ -9,17 +9,10 @@ from dataclasses import dataclass, field
 from runner.output.record import STATUSES
 from runner.output.summary import escaped, markdown_row
 from runner.report.labels import Varying, options_text, varying_options
-from runner.report.runs import FACTS, Run
+from runner.report.runs import FACTS, NONE_COUNTS, PHRASES, Run
 
 BEST = "**{}**"
 NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
-# a fact in a sentence
-PHRASES = {
-    "model": "model {}", "world_size": "world size {}", "batch": "batch {}", "seq_len": "S = {}", "q_len": "q_len = {}",
-    "heads": "{} heads (query:KV)", "head_dim": "D = {}", "features": "{}", "mask": "{}", "pack": "a packed batch of {}", "dtype": "{}",
-    "mode": "{}", "kernel": "kernel {}", "transport": "transport {}", "graphs": "graphs={}", "replay": "replay={}",
-    "timing": "timing {}",
-}  # fmt: skip
 
 
 @dataclass
@@ -84,9 +77,8 @@ def fact(run: Run, key: str, varying: Varying | None = None) -> str:
 def differing(runs: Sequence[Run]) -> list[str]:
     """The facts in which the runs differ. An empty text counts as a value only where it means none, not unknown."""
     varying = varying_options(runs)
-    none_counts = ("model", "options", "pack", "graphs", "features")
     texts = {key: {fact(run, key, varying) for run in runs} for key in FACTS}
-    found = [key for key in FACTS if len(texts[key] - (set() if key in none_counts else {""})) > 1]
+    found = [key for key in FACTS if len(texts[key] - (set() if key in NONE_COUNTS else {""})) > 1]
     return found or ["attention"]
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from runner import app
 from runner.launch.files import WorldSpec
-from runner.output import display, summary, terminal
+from runner.output import columns, display, summary, terminal
 from runner.output.record import Result
 from tests.support.composing import resolved
 from tests.support.recorded import measured
@@ -31,7 +31,7 @@ def test_a_sweeps_table_shows_what_was_swept_and_only_that(capsys, column, title
         rows.append(summary.row(Result.of(value)))
     assert rows[0][column] != rows[1][column]
     headings = summary.markdown(rows).splitlines()[0].strip("| ").split(" | ")
-    titles = {title for key, title, _ in summary.SHOWN if key in summary.WHERE_DIFFERENT}
+    titles = {column.title for column in columns.TABLE if column.swept}
     assert titles & set(headings) == {title}
     display.sweep_table(rows)
     assert title in capsys.readouterr().out

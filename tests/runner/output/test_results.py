@@ -6,7 +6,7 @@ import os
 import pandas as pd
 import pytest
 
-from runner.output import results, summary
+from runner.output import columns, results
 from runner.output.reader import read_result, read_results
 from tests.support.composing import python
 from tests.support.recorded import NAMED, ROOT, files, measured, refused, unnamed
@@ -104,7 +104,7 @@ def test_a_table_is_written_as_csv_with_the_asked_columns(tmp_path):
 
 @pytest.mark.slow
 def test_every_column_and_every_key_of_a_result_is_named_in_the_readme_of_the_outputs():
-    assert set(summary.COLUMNS) <= NAMED
+    assert set(columns.KEYS) <= NAMED
     assert set(results.FIELDS) <= NAMED
     experiments = sorted(path for path in ROOT.glob("results/*/*") if path.is_dir())
     for folder in experiments:

@@ -6,14 +6,14 @@ import pandas as pd
 import pytest
 
 from runner import pack
-from runner.output import display, results, summary
+from runner.output import columns, display, results, summary
 from runner.output.record import Result
 from tests.support.recorded import files, measured, refused
 
 
 def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
     row = summary.row(Result.of(measured("a", 2048)))
-    assert tuple(row) == summary.COLUMNS
+    assert tuple(row) == columns.KEYS
     expected = {
         "name": "a", "status": "ok", "reason": None, "attention": "zigzag", "config": "default", "world_size": 2,
         "device": "cpu", "kernel": "sdpa_flash", "transport": "gloo", "batch": 2, "seq_len": 2048, "heads": 8,
@@ -46,7 +46,7 @@ def test_a_sweeps_summary_has_a_row_for_every_run_the_failed_ones_with_their_rea
     rows = summary.summarize_sweep(tmp_path)
     assert [row["name"] for row in rows] == ["a", "b"]
     for table in (pd.read_csv(tmp_path / "summary.csv"), pd.read_parquet(tmp_path / "summary.parquet")):
-        assert list(table.columns) == list(summary.COLUMNS)
+        assert list(table.columns) == list(columns.KEYS)
         assert list(table["status"]) == ["ok", "oom"]
         assert table["reason"][1] == "rank 1 in phase timing: out of memory, 3 GiB asked"
         assert table["total_ms"][0] == 14 and pd.isna(table["total_ms"][1])
