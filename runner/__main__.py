@@ -6,13 +6,10 @@ import os
 import signal
 import sys
 import time
-import traceback
-from collections.abc import Collection
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from runner.ab import Ab
 
 CANONICAL = "+experiment=canonical"  # several sweeps, which are a command of their own
@@ -40,7 +37,9 @@ class Stops:
         self.exit_status = 128 + signum
         if signum == signal.SIGINT:
             raise KeyboardInterrupt
-        raise SystemExit(self.exit_status)
+        from runner.config.values import Terminated
+
+        raise Terminated
 
 
 def _interrupted_at_once(*_: Any) -> None:
@@ -158,28 +157,24 @@ def version() -> str:
         return "attention-runner, not installed"
 
 
+COMMANDS = ("--help", "--hydra-help", "--version", "--cfg", "--info", "--run", "--multirun", "--shell-completion")
+FLAGS = (*COMMANDS, "--resolve", "--package", "--config-path", "--config-name", "--config-dir", "--experimental-rerun")
+SHORT = {"-h": "--help", "-c": "--cfg", "-i": "--info", "-r": "--run", "-m": "--multirun", "-sc": "--shell-completion",
+         "-p": "--package", "-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}  # fmt: skip
+
+
 def _misread(flags: list[str]) -> str | None:
     """Why Hydra would refuse these flags, or None."""
-    import argparse
-
-    from hydra._internal.utils import get_args_parser
-
-    parser = get_args_parser()
-
-    def error(message: str) -> None:
-        raise argparse.ArgumentError(None, message)
-
-    parser.error = error  # type: ignore[method-assign, assignment]
-    try:
-        given = parser.parse_args([f for f in flags if f not in ("-h", "--help", "--version")])
-    except argparse.ArgumentError as wrong:
-        return f"{wrong}; python -m runner --hydra-help lists the flags"
-    names = ("run", "multirun", "cfg", "info", "shell_completion")
-    if sum(bool(getattr(given, name)) for name in names) > 1:
-        return (
-            f"{' '.join(flags)}: several commands; give one of --run, --multirun, --cfg, --info and --shell-completion"
-        )
-    if given.resolve and not given.cfg and not given.help:
+    names = [SHORT.get(flag, flag).partition("=")[0] for flag in flags if flag.startswith("-")]
+    for name, flag in zip(names, (flag for flag in flags if flag.startswith("-")), strict=True):
+        if name not in FLAGS:
+            key = flag.lstrip("-").partition("=")[0]
+            return (
+                f"{flag}: not a flag; a key is written {key}=VALUE, and python -m runner --hydra-help lists the flags"
+            )
+    if len({*names}.intersection(COMMANDS[3:])) > 1:
+        return f"{' '.join(flags)}: several commands; give one of {', '.join(COMMANDS[3:])}"
+    if "--resolve" in names and not {"--cfg", "--help"} & {*names}:
         return "--resolve: is for --cfg; write --cfg job --resolve"
     return None
 
@@ -221,19 +216,20 @@ def _joined(found: Any) -> int:
 
 
 def _follow(found: Any) -> int:
+    from runner.config.values import Terminated
     from runner.launch.follow import follow
 
     stops = Stops()
     try:
         return follow(found)
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, Terminated):
         return stops.exit_status or 1
 
 
 def _program(head: Any = None) -> int:
     from runner import ab
     from runner.config import overrides, resolve
-    from runner.config.values import InvalidConfig, message
+    from runner.config.values import InvalidConfig, Refused, message
 
     flags, given = overrides.split(sys.argv[1:])
     if "--version" in flags:
@@ -254,20 +250,35 @@ def _program(head: Any = None) -> int:
         return refuse(message(error), given)
     if compared is not None and not {"-m", "--multirun"} & {*flags}:
         flags.append("-m")
-    # Hydra's parser wants all flags together
-    sys.argv[1:] = flags + arguments
     multirun = any(f in ("-m", "--multirun") for f in flags)
-    reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
-    if reason is not None:
-        return refuse(message(ValueError(reason)), arguments)
-    if not completes:
-        sys.argv[1:] = flags + overrides.for_each_run(arguments)
-    return _run(arguments, head, compared)
+    try:
+        reason = _misread(flags) or (None if completes else overrides.problem(arguments, multirun))
+        if reason is not None:
+            return refuse(message(ValueError(reason)), arguments)
+        if "dry_run=true" in arguments:
+            return _dry_run(arguments, multirun)
+    except Refused as error:
+        return refuse(message(error), arguments)
+    # Hydra's parser wants all flags together
+    sys.argv[1:] = flags + (arguments if completes else overrides.for_each_run(arguments))
+    return _run(arguments, head, compared, making=not flags or multirun)
 
 
-def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
+def _dry_run(arguments: list[str], multirun: bool) -> int:
+    from runner import plan
+    from runner.config import overrides
+    from runner.config.values import message
+
+    try:
+        plan.dry_run(arguments, multirun or overrides.is_sweep(arguments))
+    except Exception as error:
+        return refuse(message(error), arguments)
+    return 0
+
+
+def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> int:
     """Run Hydra's program; an error or a signal is one line. head: to the other processes of a launched world. compared:
-    the runs that `ab=` compares. Returns the exit status."""
+    the runs that `ab=` compares. making: whether runs are done, not only shown. Returns the exit status."""
     import warnings
 
     import hydra
@@ -276,49 +287,56 @@ def _run(arguments: list[str], head: Any, compared: Ab | None = None) -> int:
 
     traced = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    from runner import app, interleave, plan, sweep
-    from runner.config.values import Refused, message, shown
+    from runner import app, launched
+    from runner.config import folders
+    from runner.config.values import CannotWrite, Refused, Terminated, message, shown
     from runner.output import display, results, summary
 
-    interleave.register([compared.key] if compared else [])
+    app.begin()
+    app.tally.compared = (compared.key,) if compared else ()
     app.pool.head = head
     stops = Stops()
     # Hydra only warns of a searchpath that does not exist
     warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
-        task = _task(arguments)
+        if making:
+            folders.require_writable(Path(_output(arguments)))
+        folders.begin(making)
+        elsewhere = launched.chosen(arguments) in launched.PLUGINS
+        task = launched.execute if elsewhere else app.execute
         hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(task)()
-    except (KeyboardInterrupt, SystemExit, Exception) as error:
+        if app.tally.error is not None:
+            raise app.tally.error
+    except (KeyboardInterrupt, Terminated, Exception) as error:
         if stops.exit_status is not None:  # even where unwinding raised another error
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
             display.err.print(f"{how}; what was finished is recorded")
             return stops.exit_status
-        if isinstance(error, plan.Shown):
-            return 0
-        if isinstance(error, Refused):
-            return refuse(message(error), arguments)
+        if isinstance(error, CannotWrite):
+            print(f"error: {error}", file=sys.stderr)
+            return 1
         if isinstance(error, UserWarning):
             return refuse(f"{message(error)} Give a folder that exists, or pkg://PACKAGE", arguments)
-        if traced or isinstance(error, SystemExit):
+        if traced:
             raise
         if isinstance(error, OSError) and not isinstance(error, HydraException):
-            where = error.filename or next(iter(app.sweeps), _output(arguments))
+            where = error.filename or next(iter(app.tally.folders), _output(arguments))
             print(f"error: {results.cannot_write(shown(str(where)), error)}", file=sys.stderr)
             return 1
-        if isinstance(error, (HydraException, OmegaConfBaseException)) or not _from((app.execute, app.further), error):
+        if isinstance(error, (HydraException, OmegaConfBaseException, Refused)) or not app.tally.busy:
             return refuse(message(error), arguments)
         raise
     finally:
         stops.hold()
         app.pool.close()
-        for folder in app.sweeps:
+        for folder in app.tally.folders:
             display.sweep_table(summary.sweep_rows(folder))
             display.out.print(f"Sweep: {folder}", soft_wrap=True)
             if stops.exit_status is None:
                 display.out.print(_page(folder), soft_wrap=True, markup=False)
                 for line in compared.verdicts(folder) if compared else []:
                     display.out.print(line, soft_wrap=True, markup=False)
-    return exit_status(sweep.tally.statuses, sweep.tally.until_limit)
+    return exit_status(app.tally.statuses, app.tally.until_limit)
 
 
 def _page(folder: Path) -> str:
@@ -326,23 +344,6 @@ def _page(folder: Path) -> str:
     from runner.report import page
 
     return page.at_end_of_sweep(folder)
-
-
-def _task(arguments: list[str]) -> Any:
-    """What does one of Hydra's jobs. Raises Refused for a launcher that is not installed."""
-    from runner import app
-
-    if any(text.startswith("hydra/launcher=") for text in arguments):
-        from runner import launched
-
-        return launched.execute if launched.chosen(arguments) in launched.PLUGINS else app.execute
-    return app.execute
-
-
-def _from(functions: Collection[Any], error: BaseException) -> bool:
-    """Whether an error was raised within one of our functions, and not by Hydra for a value of `hydra.*`."""
-    codes = {function.__code__ for function in functions}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from runner import app, interleave, plan
+from runner import app, plan
 from runner.config import folders, overrides, resolve
 from runner.config.values import InvalidConfig, Refused, message
 from runner.output import columns, reader, terminal
@@ -101,6 +101,8 @@ def _samples(result: Result) -> Iterator[dict[str, Any]]:
 
 def _result(done: Any) -> Result:
     """The recorded result of one of Hydra's jobs. Raises the job's error."""
+    if app.tally.error is not None:
+        raise app.tally.error
     _ = done.return_value
     folder = Path(done.hydra_cfg.hydra.runtime.output_dir)
     found = reader.read_result(folder) or plan.earlier(folder, resolve.identity(done.cfg))
@@ -117,7 +119,6 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
         raise InvalidConfig(f"{given!r}: give a list of overrides, as [{given!r}]")
     with _one_call, _undone(quiet):
         resolve.register()
-        interleave.register()
         if reason := overrides.problem([*given], multirun):
             raise InvalidConfig(message(ValueError(reason)).replace("add -m", "call runner.multirun"))
         if "dry_run=true" in given:
@@ -126,6 +127,7 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
             )
         texts = overrides.for_each_run([*given]) if multirun else [*given]
         app.begin()
+        folders.begin(making=True)
         atexit.register(close)
         try:
             # Hydra only warns of a searchpath that does not exist
@@ -134,8 +136,6 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
                 yield GlobalHydra.instance().hydra, texts
         except (HydraException, OmegaConfBaseException, UserWarning, Refused) as error:
             raise InvalidConfig(message(error)) from None
-        except SystemExit as error:  # nothing can be written
-            raise OSError(message(error)) from None
         except BaseException:  # a world may be in the middle of a job
             close()
             raise

@@ -13,11 +13,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
-from runner import environment, plan, rounds, sweep
+from runner import environment, plan, rounds, seeds
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
-from runner.config.values import InvalidConfig, UnsupportedHere, plain
+from runner.config.values import CannotWrite, InvalidConfig, Terminated, UnsupportedHere, plain
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
@@ -26,15 +26,16 @@ from runner.measure.statistics import Samples
 from runner.output import display, results, summary
 from runner.output.record import Result
 from runner.redaction import redacted
+from runner.tally import Tally
 
 pool = Pool()
-sweeps: list[Path] = []
+tally = Tally()  # of this command
 
 
 def begin() -> None:
-    """Forget the runs of an earlier invocation in this process; the worlds stay."""
-    sweeps.clear()
-    sweep.begin()
+    """Forget an earlier command of this process. The worlds stay, and the seed: all runs of a process have the same inputs."""
+    global tally
+    tally = Tally()
 
 
 @dataclass(frozen=True)
@@ -57,28 +58,39 @@ class Unfinished:
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     """Does one of Hydra's jobs: a whole run, or the first round of a run that takes turns with others. A run that fails is
     recorded as a result and raises nothing. compared: the number of runs that a sweep compares, including this one.
-    Returns the run if it has rounds still to do."""
+    Returns the run if it has rounds still to do. `tally.error` is what ends the command: nothing can be written."""
+    tally.busy = True
+    unfinished = None
+    try:
+        unfinished = _execute(cfg, compared)
+    except CannotWrite as error:  # Hydra would print it
+        tally.error = error
+    tally.busy = False
+    return unfinished
+
+
+def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     sweeping = hydra.mode == RunMode.MULTIRUN
-    place = f"run {sweep.tally.place(hydra.job.num)}" if sweeping else ""
+    place = f"run {tally.place(hydra.job.num)}" if sweeping else ""
     if sweeping and cfg.resume:
         try:
             earlier = plan.earlier(folder, identity(cfg))
         except InvalidConfig as error:
-            sweep.tally.over(folder.name, plan.refusal(error), ran=False)
+            tally.over(folder.name, plan.refusal(error), ran=False)
             display.err.print(escape(f"invalid: {error}"), soft_wrap=True)
             return None
         if earlier is not None and earlier.status == "ok":
             _note_sweep(folder.parent)
             if not rounds.unfinished(earlier.plain):
                 display.out.print(f"{earlier.name}: kept from before")
-                sweep.tally.over(folder.name, "ok", ran=False)
+                tally.over(folder.name, "ok", ran=False)
                 return None
             try:
                 rest = _resumed(cfg, earlier.folder, earlier.plain, hydra.job.num)
             except (InvalidConfig, UnsupportedHere) as error:
-                sweep.tally.over(folder.name, plan.refusal(error), ran=False)
+                tally.over(folder.name, plan.refusal(error), ran=False)
                 note = f"{earlier.name}: kept as it is, without its other rounds: {error}"
                 display.err.print(escape(note), soft_wrap=True)
                 return None
@@ -86,12 +98,12 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
                 return rest
             display.out.print(f"{earlier.name}: {rest}, so it is run anew", soft_wrap=True)
     with results.writing(folder.parent):
-        seed = sweep.seed_of(folder.parent) if sweeping and cfg.seed is None else sweep.fresh_seed()
+        seed = seeds.of_folder(folder.parent) if sweeping and cfg.seed is None else seeds.fresh()
     value = run(cfg, folder, seed, place, compared)
     value["environment"]["overrides"] = list(hydra.overrides.task)
     if sweeping:
         return _recorded(value, folder, hydra.job.num)
-    sweep.tally.over(folder.name, value["status"])
+    tally.over(folder.name, value["status"])
     with results.writing(folder):
         results.write_result(folder, value)
     _track(value, folder)
@@ -144,16 +156,16 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
     """Writes the result of a run of a sweep and prints a line. Returns the run if it has rounds still to do."""
     more = rounds.unfinished(value)
     if value["config"].get("until_limit"):
-        sweep.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
+        tally.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
     ran = value.get("experiment") is not None
     share = 1 / value["timing"]["rounds"]["of"] if ran and value.get("timing") else 1.0
-    sweep.tally.over(folder.name, None if more else value["status"], share, ran)
+    tally.over(folder.name, None if more else value["status"], share, ran)
     if not more:
         _track(value, folder)
     with results.writing(folder):
         results.write_result(folder, value)
         _note_sweep(folder.parent)
-    where = "; ".join(filter(None, [sweep.tally.place(number), sweep.tally.counts()]))
+    where = "; ".join(filter(None, [tally.place(number), tally.counts()]))
     result = Result.of(value, folder)
     display.out.print(f"{display.run_line(result)} ({where})", soft_wrap=True)
     if result.group("timing").get("phase_runs") and not more:
@@ -186,7 +198,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
 
 def _stopping(error: BaseException | None) -> bool:
     """Whether an error was raised while Ctrl-C or SIGTERM unwound the program."""
-    return error is not None and (isinstance(error, (KeyboardInterrupt, SystemExit)) or _stopping(error.__context__))
+    return error is not None and (isinstance(error, (KeyboardInterrupt, Terminated)) or _stopping(error.__context__))
 
 
 def _about(value: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +219,7 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
     folder, value, this = earlier.folder, earlier.value, earlier.done
     spec = Experiment.from_plain(value["experiment"])
     started = time.monotonic()
-    place = f"run {sweep.tally.place(earlier.number)}"
+    place = f"run {tally.place(earlier.number)}"
     with _progress(spec, place, f", round {this + 1} of {earlier.rounds}") as progress:
         outcome = _in_world(rounds.part(spec, this, earlier.rounds), folder, progress)
     if outcome.status != "ok" or outcome.result["status"] != "ok":
@@ -228,8 +240,8 @@ def _next_round(earlier: Unfinished) -> Unfinished | None:
 
 
 def _note_sweep(folder: Path) -> None:
-    if folder not in sweeps:
-        sweeps.append(folder)
+    if folder not in tally.folders:
+        tally.folders.append(folder)
     summary.summarize_sweep(folder)
 
 
@@ -244,7 +256,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     try:
         gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, seed)
-        if place and (reason := sweep.beyond_limit(cfg)):
+        if place and (reason := tally.beyond_limit(cfg)):
             raise UnsupportedHere(reason)
         plan.check_here(spec, cfg, gpus)
     except (InvalidConfig, UnsupportedHere) as error:
@@ -278,7 +290,7 @@ def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
     flops = metrics.flops(spec)
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     title = f"{spec.variant}, {ranks}, {spec.workload.describe()}{note}"
-    return display.Progress(title, flops.get("total", flops["forward"]), place, sweep.tally.counts)
+    return display.Progress(title, flops.get("total", flops["forward"]), place, tally.counts)
 
 
 def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:

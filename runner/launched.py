@@ -10,9 +10,8 @@ from typing import Any
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
-from runner import app, sweep
+from runner import app, environment
 from runner.config import place, resolve
-from runner.config.resolve import usable_gpus
 from runner.config.values import Refused
 from runner.launch import join
 from runner.launch.follow import follow
@@ -25,16 +24,24 @@ PLUGINS = {  # by launcher: the package that brings it, and our extra
     "joblib": ("hydra_joblib_launcher", "joblib"),
 }
 CHOICE = "hydra/launcher"
+OURS = "attention_runner"
 
 resolve.register()  # a job's process imports this module, and then composes
 
 
 def chosen(arguments: list[str]) -> str:
-    """The launcher that a command line names. Raises Refused where its package is not installed."""
+    """The launcher that a command line names. Raises Refused where it cannot start runs here."""
     names = [text.partition("=")[2] for text in arguments if text.startswith(f"{CHOICE}=")]
-    name = names[-1] if names else "basic"
+    name = names[-1] if names else OURS
     if name in PLUGINS and not _installed(PLUGINS[name][0]):
         raise Refused(f"{CHOICE}={name}: not installed; pip install -e '.[{PLUGINS[name][1]}]', or leave it out")
+    if name in PLUGINS and (joined := place.joined()) is not None:
+        raise Refused(f"{CHOICE}={name}: {joined.launcher} has started this program's ranks already; use one of them")
+    on_cpu = any(text.removeprefix("++") == "hardware=cpu" for text in arguments)
+    if name == "joblib" and not on_cpu and (gpus := environment.gpu_count()):
+        raise Refused(
+            f"{CHOICE}=joblib: runs at the same time would share this machine's {gpus} GPUs; use hardware=cpu, or leave it out"
+        )
     return name
 
 
@@ -64,20 +71,11 @@ def execute(cfg: DictConfig) -> None:
 
 
 class Elsewhere(Callback):
-    """Fix the sweep's folder before the jobs start, and sum it up once all have ended."""
+    """Fix the sweep's folder before the jobs of another launcher start, and sum it up once all have ended."""
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        name = config.hydra.runtime.choices.get(CHOICE, "basic")
-        if name not in PLUGINS:
+        if _in_this_process(config):
             return
-        if (joined := place.joined()) is not None:
-            raise Refused(
-                f"{CHOICE}={name}: {joined.launcher} has started this program's ranks already; use one of them"
-            )
-        if name == "joblib" and (gpus := usable_gpus(config)):
-            raise Refused(
-                f"{CHOICE}=joblib: runs at the same time would share this machine's {gpus} GPUs; use hardware=cpu, or leave it out"
-            )
         folder = str(Path(config.hydra.sweep.dir).absolute())
         quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
         with open_dict(config):
@@ -86,9 +84,13 @@ class Elsewhere(Callback):
             config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        if config.hydra.runtime.choices.get(CHOICE, "basic") not in PLUGINS:
+        if _in_this_process(config):
             return
         folder = Path(config.hydra.sweep.dir)
-        app.sweeps.append(folder)
-        sweep.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
+        app.tally.folders.append(folder)
+        app.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
         summary.summarize_sweep(folder)
+
+
+def _in_this_process(config: DictConfig) -> bool:
+    return config.hydra.runtime.choices.get(CHOICE, OURS) not in PLUGINS

@@ -4,31 +4,22 @@ and nothing is written."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 from rich.markup import escape
 
-from runner import environment, rounds, sweep
+from runner import environment, rounds, seeds
+from runner.config import overrides
 from runner.config.experiment import Experiment
-from runner.config.groups import groups
 from runner.config.resolve import experiment, identity, key_of, run_name, usable_gpus
 from runner.config.rules.machine import MachineLimits, check_fits
-from runner.config.values import InvalidConfig, Refused, UnsupportedHere, message
+from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.processes import cores
 from runner.measure import duration, metrics
 from runner.output import reader, terminal
@@ -146,103 +137,40 @@ def _swept(jobs: Sequence[Sequence[str]]) -> set[str]:
     return {text for job in jobs for text in job if not all(text in other for other in jobs)}
 
 
-class Before(Callback):
-    """Plan before the first run; with `dry_run=true` show the plan and end."""
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if config.dry_run:
-            given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-            _dry(_Planner([tuple(given)], sweeping=False), [config])  # type: ignore[arg-type]
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if not config.dry_run and terminal.out.quiet:
-            return
-        try:
-            jobs = _jobs(config)
-        except (HydraException, OmegaConfBaseException) as error:
-            if config.dry_run:
-                raise Refused(message(error)) from None
-            return  # Hydra refuses it next
-        planner = _Planner(jobs, sweeping=True)
-        if config.dry_run:
-            _dry(planner, _composed(config, jobs))
-        try:
-            plan = planner.plan(_composed(config, jobs), time.monotonic() + SHORT_S)
-        except (HydraException, OmegaConfBaseException):
-            return  # refused next, or recorded by its run
-        if len(plan.runs) == plan.of:
-            sweep.tally.expect({run.name: run.seconds for run in plan.runs})
-        terminal.out.print(escape(plan.line()), soft_wrap=True)
+def dry_run(arguments: Sequence[str], multirun: bool) -> None:
+    """Print what a command would do. Raises InvalidConfig."""
+    given = overrides.jobs(arguments) if multirun else [tuple(arguments)]
+    folder = next((Path(text.partition("=")[2]) for text in arguments if text.startswith("hydra.sweep.dir=")), None)
+    with terminal.err.status("planning"):
+        found = made(given, folder, check_kernels=True)
+    show(found)
 
 
-class Shown(SystemExit):
-    """The plan was printed, and the program ends. Hydra swallows other exceptions of its callbacks."""
-
-
-def _dry(planner: _Planner, configs: Any) -> None:
-    """Raises Shown, or Refused for a command that would be refused as a whole."""
-    try:
-        with terminal.err.status("planning"):
-            plan = planner.plan(configs, check_kernels=True)
-        show(plan)
-    except Exception as error:  # else Hydra would warn and start the runs
-        raise Refused(message(error)) from error
-    raise Shown(0)
-
-
-def _jobs(config: DictConfig) -> list[tuple[str, ...]]:
-    """The overrides of each run of a sweep, as Hydra's sweeper has them."""
-    given: Any = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-    texts = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    (jobs,) = BasicSweeper.split_arguments(parser.parse_overrides([*texts, *given]), None)
-    return [tuple(job) for job in jobs]
-
-
-def _composed(config: DictConfig, jobs: Sequence[Sequence[str]]) -> Iterator[DictConfig]:
-    """The configuration of each run. Hydra composes the choices of groups, which is slow, once for all runs that have them."""
-    loader, parser = GlobalHydra.instance().config_loader(), OverridesParser.create()
-    made: dict[tuple[str, ...], DictConfig] = {}
+def made(
+    jobs: Sequence[tuple[str, ...]], folder: Path | None, seconds: float | None = None, check_kernels: bool = False
+) -> PlannedRuns:
+    """The plan of runs, each given by its overrides. folder: of their sweep. seconds: how long planning may take, for one run at
+    least. check_kernels: also whether the kernels can do them, which imports torch."""
+    planner, plan = _Planner(folder, check_kernels), PlannedRuns(len(jobs))
+    began = time.monotonic()
     for job in jobs:
-        keys: list[Override] = []
-        choices: list[str] = []
-        for text, override in zip(job, parser.parse_overrides(list(job)), strict=True):
-            if override.key_or_group in groups() or override.is_hydra_override():
-                choices.append(text)
-            else:
-                keys.append(override)
-        base = made.get(tuple(choices))
-        if base is None:
-            base = made[tuple(choices)] = loader.load_sweep_config(config, choices)
-        cfg = copy.deepcopy(base)
-        with open_dict(cfg.hydra):
-            cfg.hydra.sweep.dir = config.hydra.sweep.dir
-        ConfigLoaderImpl._apply_overrides_to_config(keys, cfg)
-        yield cfg
+        plan.runs.append(planner.run(overrides.composed(job), job))
+        if seconds is not None and time.monotonic() - began > seconds:
+            break
+    return plan
 
 
 class _Planner:
-    """jobs: the overrides of each run. sweeping: whether they are the runs of a sweep."""
-
-    def __init__(self, jobs: Sequence[tuple[str, ...]], sweeping: bool):
-        self.jobs, self.sweeping = jobs, sweeping
+    def __init__(self, folder: Path | None, check_kernels: bool):
+        self.folder, self.check_kernels = folder, check_kernels
         self.starts = duration.Starts()
         self.times: dict[str, Path] | None = None
         self.seed: int | None = None
 
-    def plan(self, configs: Any, until: float | None = None, check_kernels: bool = False) -> PlannedRuns:
-        """until: a time at which to stop, after one run at least."""
-        found = PlannedRuns(len(self.jobs))
-        for job, cfg in zip(self.jobs, configs, strict=False):
-            found.runs.append(self.run(cfg, job, check_kernels))
-            if until is not None and time.monotonic() > until:
-                break
-        return found
-
-    def run(self, cfg: DictConfig, job: tuple[str, ...], check_kernels: bool) -> Planned:
+    def run(self, cfg: DictConfig, job: tuple[str, ...]) -> Planned:
         gpus = usable_gpus(cfg)
         about = run_name(cfg, gpus), job
-        folder = Path(cfg.hydra.sweep.dir) if self.sweeping else None
+        folder = self.folder
         try:
             before = earlier(folder / about[0], identity(cfg)) if folder is not None and cfg.resume else None
             if before is not None and before.status != "ok":
@@ -251,10 +179,10 @@ class _Planner:
             if before is not None and not goes_on:
                 return Planned(*about, KEPT)
             if self.seed is None:
-                self.seed = sweep.fresh_seed() if folder is None else sweep.known_seed(folder)
+                self.seed = seeds.fresh() if folder is None else seeds.known(folder)
             spec = experiment(cfg, gpus, self.seed)
             check_here(spec, cfg, gpus)
-            if check_kernels:
+            if self.check_kernels:
                 from runner.measure import kernels  # with torch
 
                 kernels.check(spec)
@@ -280,7 +208,7 @@ class _Planner:
         return replace(run, seconds=start_s + seconds, basis=basis)
 
     def _earlier_s(self, name: str, cfg: DictConfig) -> float | None:
-        folders = [Path(cfg.hydra.sweep.dir) / name] if self.sweeping else []
+        folders = [self.folder / name] if self.folder else []
         if self.times is None:
             known = sorted(Path(cfg.output).glob(f"*/*/*/{reader.RESULT}"))  # the newest last
             self.times = {path.parent.name: path.parent for path in known}

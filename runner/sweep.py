@@ -1,121 +1,67 @@
-"""What the runs of a sweep share: their number, the seed of their inputs, and the lengths that failed."""
+"""The one loop over the runs of a command: the plan in a line, the order of the runs, the turns of compared runs
+(`runner.rounds`), the lengths that failed, and where the sweep is. A single run is a sweep of one."""
 
 from __future__ import annotations
 
-import os
-import secrets
-from collections.abc import Iterator
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf
+from hydra.core.utils import JobReturn, JobStatus
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from rich.markup import escape
 
-from runner.config import overrides
-from runner.config.resolve import series
-from runner.config.values import InvalidConfig, Refused
-from runner.output import reader
-from runner.reading import read_text
-from runner.tally import Tally
+from runner import app, plan, rounds
+from runner.config import folders
+from runner.output import terminal
 
-SEEDS = 1 << 31
-SEED = "seed"  # its file in a sweep's folder
-LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
-
-tally = Tally()  # of this program's sweep
-_failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
+PLAN_S = 0.5  # of the plan before a sweep; runs beyond it are counted, not looked at
 
 
-def begin() -> None:
-    """Forget an earlier sweep of this process. The seed stays: all runs of a process have the same inputs."""
-    global tally
-    tally = Tally()
-    _failed.clear()
+def launch(
+    jobs: Sequence[tuple[str, ...]],
+    folder: Path,
+    cfg: DictConfig,
+    job: Callable[[tuple[str, ...], int, int], JobReturn],
+) -> list[JobReturn]:
+    """Does the runs of a sweep, each given by its overrides. job: does the first turn of a run, given its overrides, its number and
+    the number of runs that it is compared with, itself included. Raises Refused where another program has the folder."""
+    folders.lock(folder)
+    app.tally.runs, app.tally.until_limit = len(jobs), cfg.until_limit
+    if not terminal.out.quiet:
+        _say_plan(jobs, folder)
+    alone = cfg.order == "sequential"
+    groups = [[i] for i in range(len(jobs))] if alone else rounds.groups(jobs, (*rounds.COMPARED, *app.tally.compared))
+    done: dict[int, JobReturn] = {}
+    for group in groups:
+        unfinished: list[app.Unfinished] = []
+        for i in group:
+            done[i] = returned = job(jobs[i], len(done), len(group))
+            if app.tally.error is not None:
+                raise app.tally.error
+            if returned.status == JobStatus.COMPLETED and isinstance(returned.return_value, app.Unfinished):
+                unfinished.append(returned.return_value)
+        _take_turns(unfinished)
+    return [done[i] for i in range(len(jobs))]
 
 
-class Count(Callback):
-    """Count a sweep's runs, those of an experiment's file included, before the first starts; too many are refused."""
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        texts = [f"{key}={value}" for key, value in (config.hydra.sweeper.get("params") or {}).items()]
-        try:
-            # unresolved: iterating would resolve interpolations
-            given = OmegaConf.to_container(config.hydra.overrides.task, resolve=False)
-            tally.runs = overrides.count([*texts, *given])  # type: ignore[misc, list-item]
-            tally.until_limit = config.until_limit
-        except InvalidConfig as error:
-            raise Refused(str(error)) from None
-
-
-def note_failure(cfg: DictConfig, status: str, reason: str | None) -> None:
-    """Remembers the length of a run that failed, for `beyond_limit`."""
-    if status not in LIMITS or cfg.seq_len is None:
-        return
-    key, length = series(cfg), cfg.seq_len
-    if key not in _failed or length < _failed[key][0]:
-        _failed[key] = length, f"{status}: {reason}"
-
-
-def beyond_limit(cfg: DictConfig) -> str | None:
-    """With `until_limit`, why a run is not started: a shorter one that differs in its length alone failed."""
-    found = _failed.get(series(cfg)) if cfg.until_limit and cfg.seq_len is not None else None
-    if found is None or cfg.seq_len <= found[0]:
-        return None
-    length, how = found
-    return f"seq_len={cfg.seq_len}: not run, as seq_len={length} ended as {how}; until_limit=false runs it"
-
-
-@lru_cache
-def fresh_seed() -> int:
-    """One for all runs of an invocation, so that every variant gets the same inputs."""
-    return secrets.randbelow(SEEDS)
-
-
-def known_seed(folder: Path) -> int:
-    """The seed of a sweep's folder: the recorded one, else that of its earlier runs, else a fresh one."""
-    known = _recorded(folder)
-    return next(_drawn(folder), fresh_seed()) if known is None else known
-
-
-def seed_of(folder: Path) -> int:
-    """As `known_seed`, and recorded in the folder. So a sweep that is resumed, or done by several programs, has the same
-    inputs for all runs."""
-    seed = known_seed(folder)
-    if _recorded(folder) is not None:
-        return seed
-    folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f".{SEED}.{os.getpid()}"
+def _say_plan(jobs: Sequence[tuple[str, ...]], folder: Path) -> None:
     try:
-        scratch.write_text(f"{seed}\n")
-        _publish(scratch, folder / SEED)
-    finally:
-        scratch.unlink(missing_ok=True)
-    found = _recorded(folder)
-    return seed if found is None else found
+        planned = plan.made(jobs, folder, PLAN_S)
+    except (HydraException, OmegaConfBaseException):
+        return  # recorded by its run
+    if len(planned.runs) == planned.of:
+        app.tally.expect({run.name: run.seconds for run in planned.runs})
+    terminal.out.print(escape(planned.line()), soft_wrap=True)
 
 
-def _publish(written: Path, path: Path) -> None:
-    """Give a finished file the name `path`, unless another program was first."""
-    try:
-        os.link(written, path)
-    except FileExistsError:
-        pass
-    except OSError:  # a file system without hard links: the first of two programs at once may lose here
-        if not path.exists():
-            written.replace(path)
-
-
-def _recorded(folder: Path) -> int | None:
-    with suppress(OSError, ValueError):
-        seed = int(read_text(folder / SEED, 100))
-        return seed if 0 <= seed < SEEDS else None
-    return None
-
-
-def _drawn(folder: Path) -> Iterator[int]:
-    """The seeds of a folder's runs whose configuration has none."""
-    for result in reader.read_results(folder, below=False)[0]:
-        if result.experiment and result.experiment.seed is not None and result.config.get("seed") is None:
-            yield result.experiment.seed
+def _take_turns(runs: Sequence[app.Unfinished]) -> None:
+    """Does the missing rounds of compared runs; an earlier command may have done some."""
+    left: list[app.Unfinished | None] = list(runs)
+    most = max((run.rounds for run in runs), default=1)
+    for this in range(1, most):
+        for i in rounds.turns(len(left), this, most):
+            run = left[i]
+            if run is not None and run.done == this:
+                left[i] = app.further(run)

@@ -1,17 +1,24 @@
-"""Where a sweep is: the run, what is done, failed and skipped, and the time left."""
+"""What the runs of a command share: where its sweep is (the run, what is done, failed and skipped, the time left), the lengths that
+failed, and its folders."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
+from omegaconf import DictConfig
+
+from runner.config.resolve import series
 from runner.output.terminal import seconds
 
+LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
 SKIPPED = ("invalid", "unsupported")  # statuses of runs that were not started
 
 
 class Tally:
-    """Of one sweep of this process. `runs` is None where another program counts them."""
+    """Of one command of this process. runs: None where another program counts them. error: why the command cannot go on.
+    busy: whether one of its runs is being done."""
 
     def __init__(self) -> None:
         self.runs: int | None = None
@@ -21,6 +28,11 @@ class Tally:
         self.spent = 0.0  # expected seconds of what was run
         self.statuses: list[str] = []
         self.until_limit = False  # a run that ends out of memory is no failure
+        self.compared: tuple[str, ...] = ()  # further keys in which compared runs differ
+        self.folders: list[Path] = []  # of sweeps
+        self.error: Exception | None = None
+        self.busy = False
+        self._failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
     def expect(self, by_name: Mapping[str, float]) -> None:
         self.expected = dict(by_name)
@@ -62,3 +74,18 @@ class Tally:
         text = f"{done} done, {len(self.statuses) - done - skipped} failed, {skipped} skipped"
         left = self.seconds_left()
         return text if not left else f"{text}, about {seconds(left)} left"
+
+    def note_failure(self, cfg: DictConfig, status: str, reason: str | None) -> None:
+        """Remembers the length of a run that failed, for `beyond_limit`."""
+        if status in LIMITS and cfg.seq_len is not None:
+            key, length = series(cfg), cfg.seq_len
+            if key not in self._failed or length < self._failed[key][0]:
+                self._failed[key] = length, f"{status}: {reason}"
+
+    def beyond_limit(self, cfg: DictConfig) -> str | None:
+        """With `until_limit`, why a run is not started: a shorter one that differs in its length alone failed."""
+        failure = self._failed.get(series(cfg)) if cfg.until_limit and cfg.seq_len is not None else None
+        if failure is None or cfg.seq_len <= failure[0]:
+            return None
+        length, how = failure
+        return f"seq_len={cfg.seq_len}: not run, as seq_len={length} ended as {how}; until_limit=false runs it"

@@ -6,17 +6,12 @@ import fcntl
 import os
 import tempfile
 import time
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from runner.config.values import Refused, shown
+from runner.config.values import CannotWrite, Refused, shown
 
 _stamps: dict[str, str] = {}  # by the folder that they stand in
+_making = False
 _locks: list[int] = []  # descriptors that lock the sweep's folder
 
 
@@ -25,22 +20,21 @@ def now() -> str:
 
 
 def stamp(parent: str) -> str:
-    """The resolver `${stamp:PARENT}`: the time as the name of a folder in `parent`, the same during the whole program.
-    `claim` makes the folder."""
-    return _stamps.setdefault(parent, now())
+    """The resolver `${stamp:PARENT}`: a new folder in `parent` that is named by the time, the same during the whole command; only
+    its name before `begin(making=True)`."""
+    if parent not in _stamps:
+        _stamps[parent] = create(Path(parent), now()).name if _making else now()
+    return _stamps[parent]
 
 
-def begin() -> None:
-    """Forget and unlock the folders of an earlier invocation in this process: the next one gets a folder of its own."""
+def begin(making: bool = False) -> None:
+    """Forget and unlock the folders of an earlier command in this process: the next one gets a folder of its own. making: whether it
+    does runs, and its folders are made."""
+    global _making
+    _making = making
     _stamps.clear()
     while _locks:
         os.close(_locks.pop())
-
-
-def claim() -> None:
-    """Make the folders that `stamp` was asked for. Raises OSError."""
-    for parent, name in _stamps.items():
-        _stamps[parent] = create(Path(parent), name).name
 
 
 def create(parent: Path, name: str) -> Path:
@@ -69,7 +63,7 @@ def lock(folder: Path) -> None:
 
 
 def require_writable(folder: Path) -> None:
-    """Raises SystemExit with one line when nothing can be written under `folder`."""
+    """Raises CannotWrite when nothing can be written under `folder`."""
     folder = existing = folder.absolute()
     try:
         while not existing.exists() and not existing.is_symlink():
@@ -83,28 +77,7 @@ def require_writable(folder: Path) -> None:
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
-        raise SystemExit(
-            f"error: output={shown(str(folder))}: cannot write to {shown(str(existing))} ({error.strerror}); give another folder "
+        raise CannotWrite(
+            f"output={shown(str(folder))}: cannot write to {shown(str(existing))} ({error.strerror}); give another folder "
             "with output=DIR"
         ) from None
-
-
-class WritableFolder(Callback):
-    """Make the output folder before Hydra does, which gives a traceback where it cannot be made, and which lets two
-    programs that start in the same second share one."""
-
-    def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if not config.dry_run:
-            _prepare(config.hydra.run)
-
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        if not config.dry_run:
-            _prepare(config.hydra.sweep)
-            with suppress(OmegaConfBaseException, OSError):
-                lock(Path(config.hydra.sweep.dir))
-
-
-def _prepare(mode: DictConfig) -> None:
-    with suppress(OmegaConfBaseException, OSError):  # Hydra makes the folder next and reports these errors
-        require_writable(Path(mode.dir))
-        claim()

@@ -6,7 +6,8 @@ from __future__ import annotations
 import copy
 import difflib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import is_dataclass
 from functools import cache
 from itertools import product
@@ -15,10 +16,11 @@ from types import NoneType
 from typing import Any, get_args, get_type_hints
 
 from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, OverrideType, RangeSweep
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from attention.errors import nearest
@@ -76,7 +78,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
     known = groups()
     keys: list[Override] = []
     choices: dict[str, list[str]] = {}  # of a group that is given twice the last ones hold
-    sweeps = multirun or any(a.startswith(("+experiment=", "hydra.mode=")) for a in arguments)
+    sweeps = multirun or is_sweep(arguments)
     parsed = [parse(text) for text in arguments]
     check_sweep(parsed, known)
     for text, override in zip(arguments, parsed, strict=True):
@@ -103,6 +105,7 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             choices[name] = [f"{'+' if override.is_add() else ''}{name}={value}" for value in values]
         else:
             keys.append(override)
+    check_sweep([*_of_experiment(parsed), *parsed], known)
     resumes = any(key.key_or_group == "resume" and True in _values(key, []) for key in keys)
     if resumes and not (sweeps and any(a.startswith("hydra.sweep.dir=") for a in arguments)):
         return (
@@ -110,6 +113,11 @@ def _problem(arguments: list[str], multirun: bool) -> str | None:
             "write -m resume=true hydra.sweep.dir=FOLDER and the sweep's own overrides"
         )
     return _check_keys(keys, choices, known) if keys else None
+
+
+def is_sweep(arguments: Iterable[str]) -> bool:
+    """Whether overrides are of a sweep without -m, as every experiment is."""
+    return any(text.startswith(("+experiment=", "hydra.mode=")) for text in arguments)
 
 
 def for_each_run(arguments: list[str]) -> list[str]:
@@ -138,6 +146,44 @@ def _of_experiment(parsed: list[Override]) -> list[Override]:
     chosen = [o for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
     params = _composed((f"+experiment={chosen[-1].value()}",))[1] if chosen else {}
     return [parse(f"{key}={value}") for key, value in params.items()]
+
+
+def jobs(arguments: Sequence[str]) -> list[tuple[str, ...]]:
+    """The overrides of each run of a sweep, those of its experiment included, as Hydra's sweeper has them; of a key given twice
+    the last ones hold."""
+    values: dict[str, list[str]] = {}
+    parsed = [parse(text) for text in arguments]
+    for override in [*_of_experiment(parsed), *parsed]:
+        if override.is_hydra_override():
+            continue
+        key = override.get_key_element()
+        if isinstance(override.value(), Glob):
+            texts: Iterable[Any] = _values(override, groups()[override.key_or_group])
+        elif override.is_sweep_override():
+            texts = override.sweep_string_iterator()
+        else:
+            texts = [override.get_value_element_as_str()]
+        values[key] = [f"{key}={text}" for text in texts]
+    return list(product(*values.values()))
+
+
+def composed(job: Sequence[str]) -> DictConfig:
+    """The configuration of a run. The choices of groups, whose composition is slow, are composed once for all runs that have
+    them."""
+    choices: list[str] = []
+    keys: list[Override] = []
+    for text in job:
+        override = parse(text)
+        if override.key_or_group in groups():
+            choices.append(text)
+        elif not override.is_hydra_override():
+            keys.append(override)
+    cfg: DictConfig = copy.deepcopy(_composed(tuple(choices))[0])
+    for override in keys:
+        OmegaConf.update(
+            cfg, override.key_or_group, override.value(), force_add=override.is_add() or override.is_force_add()
+        )
+    return cfg
 
 
 def parse(text: str) -> Override:
@@ -219,7 +265,8 @@ def _check_keys(keys: list[Override], choices: dict[str, list[str]], known: dict
 def _composed(chosen: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     """The configuration of these choices of groups, and what an experiment among them sweeps over. Callers must not change
     them."""
-    with initialize_config_module("runner.conf", version_base="1.3"):
+    ready = GlobalHydra.instance().is_initialized()
+    with nullcontext() if ready else initialize_config_module("runner.conf", version_base="1.3"):
         cfg = compose("config", overrides=list(chosen), return_hydra_config=True)
     params = OmegaConf.to_container(cfg.hydra.sweeper, resolve=False).get("params")  # type: ignore[union-attr]
     with open_dict(cfg):

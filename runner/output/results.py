@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from runner.config.values import CannotWrite
 from runner.output.reader import RESULT
 from runner.output.record import SCHEMA_VERSION, STATUSES
 from runner.redaction import redacted
@@ -28,11 +29,11 @@ KERNEL_TIME_COLUMNS = ["rank", "pass", "kernel", "kind", "start_ms", "stop_ms"]
 
 @contextmanager
 def writing(where: Path) -> Iterator[None]:
-    """End the program with one line where a file of a run cannot be written."""
+    """Raises CannotWrite where a file of a run cannot be written."""
     try:
         yield
     except OSError as error:
-        raise SystemExit(f"error: {cannot_write(where, error)}") from None
+        raise CannotWrite(cannot_write(where, error)) from None
 
 
 def cannot_write(where: Path | str, error: OSError) -> str:

@@ -52,16 +52,15 @@ def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
     monkeypatch.setattr(launched, "_installed", lambda plugin: False)
     with pytest.raises(Refused, match=r"hydra/launcher=ray: not installed; pip install -e '.\[ray\]'"):
         launched.chosen(["hydra/launcher=ray"])
-    assert launched.chosen(["attention=ring"]) == "basic"
+    assert launched.chosen(["attention=ring"]) == launched.OURS
 
 
 def test_joblib_is_refused_where_runs_would_share_gpus(monkeypatch):
-    from omegaconf import OmegaConf
-
     from runner import launched
     from runner.config.values import Refused
 
-    monkeypatch.setattr(launched, "usable_gpus", lambda cfg: 2)
-    config = OmegaConf.create({"hydra": {"runtime": {"choices": {"hydra/launcher": "joblib"}}}})
+    monkeypatch.setattr(launched, "_installed", lambda plugin: True)
+    monkeypatch.setattr(launched.environment, "gpu_count", lambda: 2)
     with pytest.raises(Refused, match="would share this machine's 2 GPUs; use hardware=cpu"):
-        launched.Elsewhere().on_multirun_start(config)
+        launched.chosen(["hydra/launcher=joblib"])
+    assert launched.chosen(["hydra/launcher=joblib", "hardware=cpu"]) == "joblib"

@@ -5,13 +5,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra import initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
 
 from runner import app, environment, plan, sweep
+from runner.config import overrides
 from runner.config.resolve import identity, run_name
-from runner.config.values import Refused, UnsupportedHere
+from runner.config.values import UnsupportedHere
 from runner.launch.processes import cores
 from runner.measure import duration, kernels, metrics
 from runner.output import display, reader, results
@@ -31,11 +29,7 @@ def planned(tmp_path, monkeypatch):
 
     def run(*given, multirun=True):
         before = set(tmp_path.rglob("*"))
-        with initialize_config_module("runner.conf", version_base="1.3"), pytest.raises(plan.Shown):
-            hydra = GlobalHydra.instance().hydra
-            overrides = [*CPU, f"output={tmp_path}", "dry_run=true", *given]
-            start = hydra.multirun if multirun else hydra.run
-            start("config", app.execute, overrides, with_log_configuration=False)
+        plan.dry_run([*CPU, f"output={tmp_path}", *given], multirun)
         assert set(tmp_path.rglob("*")) == before
         assert not app.pool.worlds
         return shown.pop()
@@ -124,27 +118,14 @@ def test_stored_runs_are_kept_whatever_their_limits_were_and_an_earlier_version_
     assert [run.state for run in found.runs] == [plan.KEPT] * 3
 
 
-def test_a_command_that_is_refused_as_a_whole_is_refused(tmp_path):
-    with (
-        initialize_config_module("runner.conf", version_base="1.3"),
-        pytest.raises(Refused, match="dry_run=true,false: applies to"),
-    ):
-        given = [*CPU, f"hydra.sweep.dir={tmp_path}", "dry_run=true,false"]
-        GlobalHydra.instance().hydra.multirun("config", app.execute, given, with_log_configuration=False)
-
-
-def test_before_a_sweep_the_plan_is_a_line_that_the_time_limits(monkeypatch, capsys):
-    monkeypatch.setattr(sweep, "tally", Tally())
-    callback = plan.Before()
-    with initialize_config_module("runner.conf", version_base="1.3"):
-        hydra = GlobalHydra.instance().hydra
-        given = [*CPU, "attention=ring", "seq_len=256,512"]
-        cfg = hydra.compose_config("config", given, RunMode.MULTIRUN, with_log_configuration=False)
-        monkeypatch.setattr(plan, "SHORT_S", 100.0)
-        callback.on_multirun_start(cfg)
-        assert len(sweep.tally.expected) == 2 and min(sweep.tally.expected.values()) > 0
-        monkeypatch.setattr(plan, "SHORT_S", 0.0)
-        callback.on_multirun_start(cfg)
+def test_before_a_sweep_the_plan_is_a_line_that_the_time_limits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(app, "tally", Tally())
+    jobs = overrides.jobs([*CPU, "attention=ring", "seq_len=256,512"])
+    monkeypatch.setattr(sweep, "PLAN_S", 100.0)
+    sweep._say_plan(jobs, tmp_path)
+    assert len(app.tally.expected) == 2 and min(app.tally.expected.values()) > 0
+    monkeypatch.setattr(sweep, "PLAN_S", 0.0)
+    sweep._say_plan(jobs, tmp_path)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Plan: 2 runs: ") and second.startswith("Plan: 2 runs; the first 1 of them: ")
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runner import reading, sweep
+from runner import reading, seeds
 from runner.config.huggingface import loaded
 from runner.config.hydra_files import check_yaml
 from runner.config.values import InvalidConfig
@@ -45,8 +45,8 @@ def test_nothing_else_is_read(tmp_path, kind):
         loaded(str(path), None, {})
     with pytest.raises(InvalidConfig, match=rf"x: .*({IRREGULAR})"):
         check_yaml(path)
-    path.rename(tmp_path / sweep.SEED)
-    assert sweep.known_seed(tmp_path) == sweep.fresh_seed()
+    path.rename(tmp_path / seeds.NAME)
+    assert seeds.known(tmp_path) == seeds.fresh()
 
 
 def test_a_file_is_read_whole_or_its_end(tmp_path):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from runner import app, interleave, pack, rounds, sweep
+from runner import app, pack, rounds, sweep
 from runner.config.values import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
@@ -159,13 +159,12 @@ def test_a_run_goes_on_only_with_the_commit_and_on_the_machine_of_its_first_roun
 
 
 def test_an_error_of_the_program_in_a_later_round_is_a_crash_of_that_run_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(sweep, "tally", Tally())
-    monkeypatch.setattr(app, "sweeps", [])
+    monkeypatch.setattr(app, "tally", Tally())
     runs = [begun(tmp_path, name, [{"forward": [1.0]}]) for name in ("ring", "zigzag")]
     for each in runs:
         each.value["experiment"]["workload"]["unheard_of"] = 1  # no Experiment can be made of it
-    interleave._further(runs)
-    assert sweep.tally.statuses == ["crash", "crash"]
+    sweep._take_turns(runs)
+    assert app.tally.statuses == ["crash", "crash"]
     for each in runs:
         value = json.loads((each.folder / "result.json").read_text())
         assert value["status"] == "crash" and value["timing"] is None
@@ -260,11 +259,10 @@ def test_an_interrupted_sweep_has_valid_results_and_resuming_it_does_the_rounds_
     shutil.copytree(tmp_path / "sweep" / name, tmp_path / "copy" / name)
     value["experiment"]["launch"]["fault"] = "1:timing:raise"
     monkeypatch.setattr(app, "pool", pool)
-    monkeypatch.setattr(sweep, "tally", Tally())
-    monkeypatch.setattr(app, "sweeps", [])
+    monkeypatch.setattr(app, "tally", Tally())
     assert app.further(app.Unfinished(0, tmp_path / "copy" / name, value)) is None
     (failed,) = results_in(tmp_path / "copy").values()
-    assert (failed["status"], failed["timing"], sweep.tally.statuses) == ("crash", None, ["crash"])
+    assert (failed["status"], failed["timing"], app.tally.statuses) == ("crash", None, ["crash"])
     assert failed["reason"].startswith("in round 2 of 2: rank 1 in phase timing")
     assert not (tmp_path / "copy" / name / "samples.parquet").exists()
 

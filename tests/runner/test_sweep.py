@@ -9,11 +9,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 
-from runner import sweep
+from runner import seeds
 from runner.config import folders, overrides
-from runner.config.values import InvalidConfig, Refused
+from runner.config.values import InvalidConfig
+from runner.tally import Tally
 from tests.runner.test_cli import SMALL, only, results_in, run
 from tests.support.composing import configured
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]
 
 
-def seeds(folder):
+def used_seeds(folder):
     return {value["experiment"]["seed"] for value in results_in(folder).values()}
 
 
@@ -41,7 +41,7 @@ def test_a_sweep_that_is_resumed_keeps_its_seed_and_what_is_ok_and_says_where_it
     ]
     for part in ("Plan: 3 runs", *ended, "s: llama3, 2 ranks", "s: ring_varlen, 2 ranks"):
         assert part in done.stdout
-    (before,) = seeds(folder)
+    (before,) = used_seeds(folder)
     lengths = {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()}
     assert len(lengths) == 1
     interrupted = next(p for p in folder.glob("ring_varlen*/result.json"))
@@ -52,7 +52,7 @@ def test_a_sweep_that_is_resumed_keeps_its_seed_and_what_is_ok_and_says_where_it
     done = run(tmp_path, *arguments, *QUICK, "resume=true")
     assert done.stdout.count("kept from before") == 1 and interrupted.exists()
     assert {path for path, time in times.items() if path.stat().st_mtime_ns != time} == {crashed}
-    assert seeds(folder) == {before}
+    assert used_seeds(folder) == {before}
     assert {tuple(value["experiment"]["workload"]["seqlens"]) for value in results_in(folder).values()} == lengths
     assert "seed" not in (folder / "summary.md").read_text().splitlines()[0]
 
@@ -80,13 +80,13 @@ def recorded(folder, seed, given=None):
 def test_a_folder_without_a_recorded_seed_has_that_of_its_earlier_runs(tmp_path):
     recorded(tmp_path / "a", 5, given=5)
     recorded(tmp_path / "b", 1234)
-    assert sweep.seed_of(tmp_path) == 1234
+    assert seeds.of_folder(tmp_path) == 1234
     (tmp_path / "b" / "result.json").unlink()
-    assert sweep.seed_of(tmp_path) == 1234  # recorded now
+    assert seeds.of_folder(tmp_path) == 1234  # recorded now
     for damaged in ("", "x", "-1", "9" * 30):
         (tmp_path / "seed").write_text(damaged)
-        assert 0 <= sweep.seed_of(tmp_path) < 1 << 31
-    assert sweep.seed_of(tmp_path / "new") == sweep.seed_of(tmp_path / "other")  # of one invocation
+        assert 0 <= seeds.of_folder(tmp_path) < 1 << 31
+    assert seeds.of_folder(tmp_path / "new") == seeds.of_folder(tmp_path / "other")  # of one invocation
 
 
 def test_a_seed_is_recorded_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
@@ -94,10 +94,10 @@ def test_a_seed_is_recorded_on_a_file_system_without_hard_links(tmp_path, monkey
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    seed = sweep.seed_of(tmp_path)
+    seed = seeds.of_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["seed"]
-    monkeypatch.setattr(sweep, "fresh_seed", lambda: seed + 1)  # as another program draws it
-    assert sweep.seed_of(tmp_path) == seed
+    monkeypatch.setattr(seeds, "fresh", lambda: seed + 1)  # as another program draws it
+    assert seeds.of_folder(tmp_path) == seed
 
 
 def test_runs_are_counted_without_being_made():
@@ -109,24 +109,21 @@ def test_runs_are_counted_without_being_made():
 
 
 def test_an_experiments_own_sweep_is_counted_too():
-    def started(**params):
-        hydra = {"sweeper": {"params": params}, "overrides": {"task": ["batch=1,2"]}}
-        sweep.Count().on_multirun_start(OmegaConf.create({"hydra": hydra, "until_limit": False}))
-
-    started(seq_len="64,128")
-    assert sweep.tally.place(2).startswith("3 of 4, ")
-    with pytest.raises(Refused, match="20000 runs; a sweep has at most 10,000"):
-        started(seed="range(0,10000)")
+    given = ["+experiment=tiny_variants", "batch=1,2"]
+    assert len(overrides.jobs(given)) % 2 == 0 and all(
+        job[-1] in ("batch=1", "batch=2") for job in overrides.jobs(given)
+    )
+    assert "runs; a sweep has at most 10,000" in overrides.problem([*given, "seed=range(0,5000)"])
 
 
-def test_a_length_that_failed_ends_its_own_series(monkeypatch):
-    monkeypatch.setattr(sweep, "_failed", {})
+def test_a_length_that_failed_ends_its_own_series():
+    tally = Tally()
 
     def beyond(length, *overrides):
-        return sweep.beyond_limit(configured("config=tiny", f"seq_len={length}", "until_limit=true", *overrides))
+        return tally.beyond_limit(configured("config=tiny", f"seq_len={length}", "until_limit=true", *overrides))
 
     def failed(length, status):
-        sweep.note_failure(configured("config=tiny", f"seq_len={length}", "until_limit=true"), status, "why")
+        tally.note_failure(configured("config=tiny", f"seq_len={length}", "until_limit=true"), status, "why")
 
     for status in ("ok", "invalid", "unsupported", "incorrect"):
         failed(64, status)
@@ -137,7 +134,7 @@ def test_a_length_that_failed_ends_its_own_series(monkeypatch):
     assert beyond(128) is beyond(256) is None
     assert beyond(512) == "seq_len=512: not run, as seq_len=256 ended as crash: why; until_limit=false runs it"
     assert beyond(512, "attention=ring") is beyond(512, "mode=forward") is None
-    assert sweep.beyond_limit(configured("config=tiny", "seq_len=512")) is None
+    assert tally.beyond_limit(configured("config=tiny", "seq_len=512")) is None
 
 
 @pytest.mark.slow
