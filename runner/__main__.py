@@ -51,7 +51,6 @@ def refuse(reason: str, arguments: list[str]) -> int:
     """Record, but with dry_run=true, and print why the command line cannot work; nothing was started. Returns the exit
     status."""
     import hashlib
-    from pathlib import Path
 
     from runner import environment
     from runner.config import folders
@@ -61,7 +60,7 @@ def refuse(reason: str, arguments: list[str]) -> int:
     if "dry_run=true" in arguments:
         print(f"invalid: {reason}", file=sys.stderr)
         return 2
-    output = _output(arguments)
+    output = str(folders.output(arguments))
     key = hashlib.sha256(" ".join(arguments).encode(errors="surrogateescape")).hexdigest()[:8]
     try:
         folder = folders.create(Path(output) / "invalid", f"{folders.now()}_{key}")
@@ -75,12 +74,6 @@ def refuse(reason: str, arguments: list[str]) -> int:
         print(f"error: output={shown(output)}: {cause}; give another with output=DIR", file=sys.stderr)
     print(f"invalid: {reason}", file=sys.stderr)
     return 2
-
-
-def _output(arguments: list[str]) -> str:
-    """The output folder that the overrides name, else the default."""
-    given = [a.partition("=")[2] for a in arguments if a.startswith("output=")]
-    return next((text for text in given if text and "${" not in text), "outputs")
 
 
 def exit_status(statuses: list[str], until_limit: bool = False) -> int:
@@ -300,7 +293,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
     warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
         if making:
-            folders.require_writable(Path(_output(arguments)))
+            folders.require_writable(folders.output(arguments))
         folders.begin(making)
         elsewhere = launched.chosen(arguments) in launched.PLUGINS
         task = launched.execute if elsewhere else app.execute
@@ -320,7 +313,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
         if traced:
             raise
         if isinstance(error, OSError) and not isinstance(error, HydraException):
-            where = error.filename or next(iter(app.tally.folders), _output(arguments))
+            where = error.filename or next(iter(app.tally.folders), folders.output(arguments))
             print(f"error: {results.cannot_write(shown(str(where)), error)}", file=sys.stderr)
             return 1
         if isinstance(error, (HydraException, OmegaConfBaseException, Refused)) or not app.tally.busy:

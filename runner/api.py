@@ -126,6 +126,7 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
                 "dry_run=true: prints a plan; it is for the command line, python -m runner dry_run=true ..."
             )
         texts = overrides.for_each_run([*given]) if multirun else [*given]
+        folders.require_writable(folders.output(given))
         app.begin()
         folders.begin(making=True)
         atexit.register(close)

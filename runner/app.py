@@ -168,8 +168,8 @@ def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | 
     where = "; ".join(filter(None, [tally.place(number), tally.counts()]))
     result = Result.of(value, folder)
     display.out.print(f"{display.run_line(result)} ({where})", soft_wrap=True)
-    if result.group("timing").get("phase_runs") and not more:
-        display.phase_tables(result)
+    if (result.group("timing").get("phase_runs") or result.config.get("phases") == "table") and not more:
+        display.phases(result)
     return Unfinished(number, folder, value) if more else None
 
 

@@ -6,6 +6,7 @@ import fcntl
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config.values import CannotWrite, Refused, shown
@@ -60,6 +61,12 @@ def lock(folder: Path) -> None:
     except BlockingIOError:
         reason = "another sweep is writing there; wait for its end, or give another folder"
         raise Refused(f"hydra.sweep.dir={shown(str(folder))}: {reason}") from None
+
+
+def output(arguments: Sequence[str]) -> Path:
+    """The output folder that the overrides name, else the default."""
+    given = [text.partition("=")[2] for text in arguments if text.startswith("output=")]
+    return Path(next((text for text in given if text and "${" not in text), "outputs"))
 
 
 def require_writable(folder: Path) -> None:

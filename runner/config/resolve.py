@@ -184,7 +184,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
         seed=seed,
         mode=mode,
         baseline=cfg.baseline,
-        phases=cfg.phases,
+        phases=bool(cfg.phases),
         deterministic=cfg.deterministic,
         replay=cfg.replay,
         model=whole_model,

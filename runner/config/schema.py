@@ -136,7 +136,7 @@ class RunConf:
         None  # forward or forward_backward (null: both where there is a backward); of a model training (null) or inference
     )
     baseline: str = "single"
-    phases: bool = True
+    phases: Any = True  # true: a line a pass is printed, table: a table; false
     nvtx: bool = False  # on GPUs: passes and phases of the phase pass are NVTX ranges, for nsys
     energy: bool = True  # on GPUs joules per token, by their counters, in a window of 1.3 s more
     deterministic: bool = False

@@ -3,13 +3,16 @@ fact of a result is its field in `fields`, the line that measures it, and its co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from runner.output.fields import Method
 from runner.output.record import Result
+from runner.output.terminal import gib
 
+NOISY = 0.05  # IQR over median
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 
 
@@ -43,7 +46,15 @@ class Column:
     wrapped: bool = False
 
     def text(self, row: dict[str, Any]) -> str:
-        return "" if row.get(self.key) is None else self.format.format(row[self.key])
+        """The cell of a row; a time has as many digits as its noise leaves, and `!` where it is noisy."""
+        value = row.get(self.key)
+        if value is None:
+            return ""
+        iqr = row.get(f"{self.key.removesuffix('_ms')}_iqr")
+        if iqr is None or not self.key.endswith("_ms"):
+            return gib(value) if self.format == "bytes" else self.format.format(value)
+        noisy = iqr > NOISY
+        return f"{digits(value, noisy)}{'!' if noisy else ''}"
 
     def of(self, result: Result) -> Any:
         return self.value(result) if callable(self.value) else _at(result, self.value or f"asked.{self.key}")
@@ -60,6 +71,12 @@ def _used(result: Result, key: str) -> str | None:
     """The kernel or transport that ran, not `auto`."""
     name: str | None = getattr(result.chosen or result.experiment or result.asked, key)
     return None if name == "auto" else name
+
+
+def digits(ms: float, noisy: bool = False) -> str:
+    """A time with four digits, or with the two that noise leaves, and all those of whole ms."""
+    places = (1 if noisy else 3) - (math.floor(math.log10(ms)) if ms else 0)
+    return f"{ms:.{max(0, places)}f}"
 
 
 def _options(result: Result) -> str:
@@ -116,7 +133,7 @@ def _times(which: str, title: str, drop: int = 0) -> list[Column]:
     page, at = OnPage(f"{which} ms", "ms", "lower"), f"passes.{which}"
     return [
         _measured(f"{which}_ms", title, "{:.3f}", f"{at}.median", page, drop=drop),
-        _measured(f"{which}_iqr", "", "", f"{at}.iqr_over_median"),
+        _measured(f"{which}_iqr", f"{title.removesuffix(' ms')} IQR", "{:.1%}", f"{at}.iqr_over_median", drop=2),
     ]
 
 
@@ -169,7 +186,7 @@ COLUMNS = (
     *_times("optimizer", "step ms"),
     *_times("total", "total ms"),
     _measured("back_to_back_ms", "", "", "timing.back_to_back_ms", OnPage("back to back ms", "ms", "lower", False)),
-    _measured("tokens_per_s", "", "", "last_metrics.tokens_per_s", OnPage("tokens/s", "count", "higher", False)),
+    _measured("tokens_per_s", "tokens/s", "{:,.0f}", "last_metrics.tokens_per_s", OnPage("tokens/s", "count", "higher", False), drop=11),
     _measured("tflops_per_device", "TFLOP/s", "{:.3g}", "last_metrics.tflops_per_device", OnPage("TFLOP/s a rank", "number", "higher"), drop=21),
     _measured("sol", "", "", "last_metrics.sol", OnPage("of limit", "percent", "higher")),
     _measured("mfu", "MFU", "{:.1%}", "last_metrics.mfu", OnPage("MFU", "percent", "higher")),
@@ -190,7 +207,7 @@ COLUMNS = (
     _measured("speedup_over_separate", "over separate", "{:.2f}", _nothing),
     _counted("memory_read_bytes", "memory read", "memory read, forward", drop=5),
     _counted("l2_read_bytes", "L2 read", "L2 read, forward", drop=4),
-    _measured("peak_bytes", "", "", "peak_bytes", OnPage("peak memory a rank", "bytes", "lower")),
+    _measured("peak_bytes", "peak memory", "bytes", "peak_bytes", OnPage("peak memory a rank", "bytes", "lower"), drop=5),
     _measured("joules_per_token", "J/token", "{:.3g}", "energy.joules_per_token"),
     _measured("tflops_per_watt", "TFLOP/s/W", "{:.3g}", "energy.tflops_per_watt"),
     _measured("rel_l2_out", "rel L2", "{:.1e}", "correctness.tensors.out.rel_l2", OnPage("rel L2 of out", "power", "lower", False), drop=3),

@@ -9,13 +9,20 @@ from rich.markup import escape
 from rich.status import Status
 from rich.table import Table
 
-from runner.output import fields, summary, terminal
-from runner.output.columns import TABLE, Column
+from attention.masks.band import Band
+from runner.output import columns, fields, summary, terminal
+from runner.output.columns import TABLE, Column, digits
 from runner.output.record import Result
 from runner.output.terminal import err as err
 from runner.output.terminal import flop, gib, new_table, note_dropped, seconds, show
 from runner.output.terminal import out as out
 
+LIMITS = {"compute": "matrix products", "memory": "memory", "communication": "links"}
+BEYOND = [
+    column
+    for column in TABLE
+    if column.key in ("v_head_dim", "scale", "softcap", "sinks", "prefix", "kv_lengths", "seqlens")
+]
 LONG_S = 60.0  # a run expected to take longer is announced
 
 
@@ -62,7 +69,8 @@ class Progress:
 
 
 def run_table(result: Result) -> None:
-    """Print one run in full."""
+    """Print one run in full: what ran, how well, then errors, times and memory."""
+    _print([what_ran(result), *verdict(result)])
     if result.chosen:
         _print(_choices(result.chosen))
     if result.correctness and result.correctness.tensors:
@@ -77,7 +85,7 @@ def run_table(result: Result) -> None:
     _print([f"clocks while timing: {clocks}"] if clocks else [])
     _print([energy_text(result.energy)] if result.energy else [])
     _print([result.environment.commit])
-    phase_tables(result)
+    phases(result)
     peaks = [
         gib(rank.peak_resident or 0)
         if rank.peak_allocated is None
@@ -91,6 +99,52 @@ def run_table(result: Result) -> None:
         f"idle {found.idle_ms:.3f} ms"
         for rank, found in enumerate(result.profile)
     )
+
+
+def what_ran(result: Result) -> str:
+    """Variant, kernel, transport, device, workload, ranks and timing, in a line."""
+    row, asked, timing = columns.row(result), result.asked, result.timing
+    heads = f"{asked.heads}" if asked.heads == asked.kv_heads else f"{asked.heads}:{asked.kv_heads}"
+    tokens = f"{asked.seq_len:,} tokens" if asked.q_len is None else f"{asked.q_len} queries on {asked.seq_len:,} keys"
+    mask = (
+        Band.of(bool(asked.causal), asked.window or (-1, -1)).describe()
+        if row["mask"] is None
+        else f"mask {row['mask']}"
+    )
+    work = [f"batch {asked.batch}", tokens, f"{heads} heads of {asked.head_dim}", mask, asked.dtype]
+    work += [f"{column.title} {text}" for column in BEYOND if (text := column.text(row))]
+    how = [f"{asked.world_size} rank{'' if asked.world_size == 1 else 's'}", asked.mode]
+    how += (
+        [f"{asked.timing.method}: {timing.warmup_iterations} to warm up, {timing.passes['forward'].n} samples"]
+        if timing
+        else []
+    )
+    where = f"on {result.environment.gpu or 'the CPU'}"
+    who = [
+        asked.model,
+        " ".join(filter(None, [asked.attention, row["options"]])),
+        row["kernel"],
+        row["transport"],
+        where,
+    ]
+    return "; ".join(", ".join(str(text) for text in texts if text) for texts in (who, work, how))
+
+
+def verdict(result: Result) -> Iterator[str]:
+    """How long the last pass takes, against one rank and against the limit of this machine, in a sentence."""
+    if not result.passes or not result.metrics:
+        return
+    which, times = list(result.passes.items())[-1]
+    found = result.metrics.passes[which]
+    parts = [f"{which} {digits(times.median, times.noisy)} ms ± {times.iqr_over_median / 2:.1%}"]
+    if result.gain and result.baseline:
+        against = "dense attention" if result.baseline.kind == "dense" else "one rank"
+        parts.append(f"{result.gain[0]:.2f}× {against}")
+    if found.sol:
+        parts.append(
+            f"{found.sol:.0%} of this machine's limit ({LIMITS.get(found.limited_by or '', found.limited_by)})"
+        )
+    yield ", ".join(parts) + ("; noisy" if times.noisy else "") + ("; drifting" if times.trend else "")
 
 
 def _print(lines: Iterable[str]) -> None:
@@ -150,7 +204,7 @@ def _times(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Base
         known = (several or baseline.kind == "dense") and which in baseline.speedup
         table.add_row(
             which,
-            f"{times.median:.3f}",
+            digits(times.median, times.noisy),
             times.spread,
             f"{found.tokens_per_s:,.0f}" if found.tokens_per_s is not None else "",
             f"{found.tflops_per_device:.3g}",
@@ -226,19 +280,22 @@ def _correctness(found: fields.Correctness) -> None:
         _print([f"the timed outputs were not checked: {found.timed.why}"])
 
 
-def phase_tables(result: Result) -> None:
-    """Print a table of the phases of each pass."""
-    for which, phases in result.phases.items():
-        _phases(which, phases)
+def phases(result: Result) -> None:
+    """Print the phases of each pass: a line, and with phases=table or timing.phase_runs a table."""
+    whole = result.config.get("phases") == "table" or bool(result.group("timing").get("phase_runs"))
+    for which, found in result.phases.items():
+        _phases(which, found, whole)
 
 
-def _phases(which: str, found: fields.PassPhases) -> None:
-    count = f"{found.iterations} iterations " if found.iterations else ""
+def _phases(which: str, found: fields.PassPhases, whole: bool) -> None:
+    count = f"{found.iterations} eager iteration{'' if found.iterations == 1 else 's'} " if found.iterations else ""
     _print([
-        f"Phases of {which}, {count}timed separately, on rank {found.rank}: {found.total_ms:.3f} ms, computation "
+        f"Phases of {which}, {count}of their own, on rank {found.rank}: {found.total_ms:.3f} ms, computation "
         f"{found.compute_ms:.3f} ms ({found.compute_share:.0%}), exposed communication "
         f"{found.exposed_communication_ms:.3f} ms ({found.communication_share:.0%}), skew between ranks {found.skew:.0%}"
     ])  # fmt: skip
+    if not whole:
+        return
     table = _table(None, "phase", "ms", "share", "mean ± deviation", "total ms", "medians by rank, ms")
     for name, phase in found.phases.items():
         share = "overlaps" if not name.startswith(("comp_", "wait_")) or phase.share is None else f"{phase.share:.0%}"
@@ -254,7 +311,10 @@ def run_line(result: Result) -> str:
     """One run of a sweep, in a line."""
     if result.timing is None or not result.timed:
         return escape(f"{result.name}: {result.status}: {result.reason}")
-    times = ", ".join(f"{which} {found.median:.3f}" for which, found in result.passes.items())
+    times = ", ".join(
+        f"{which} {digits(found.median, found.noisy)}{'!' if found.noisy else ''}"
+        for which, found in result.passes.items()
+    )
     return f"{result.name}: {result.timing.rounds.unfinished or 'ok'}, {times} ms"
 
 

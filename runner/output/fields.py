@@ -225,6 +225,7 @@ class Rounds(Part):
 class Timing(Part):
     passes: dict[str, PassTimes]
     method: str = ""
+    warmup_iterations: int | None = None
     back_to_back_ms: float | None = None
     no_ci95: str | None = None
     overhead_ms: float = 0.0  # the time measured for an empty region

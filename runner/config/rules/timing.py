@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from runner.config.experiment import NEW_PACKS, Experiment, Timing
 from runner.config.schema import TIMING_DEFAULTS, TimingConf
-from runner.config.values import FINITE, InvalidConfig, UnsupportedHere, above_zero, plain, whole
+from runner.config.values import FINITE, InvalidConfig, UnsupportedHere, above_zero, plain, shown, whole
 
 MOST_RUNS = 1_000_000
 MOST_MS = 24 * 3.6e6  # a day
@@ -28,6 +28,8 @@ def check_group(cfg: DictConfig) -> None:
     for key in ("warmup_ms", "settle_ms"):
         if timing[key] is not None and not 0 <= timing[key] <= MOST_MS:
             raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be at least 0 and at most a day, or null")
+    if not isinstance(cfg.phases, bool) and cfg.phases != "table":
+        raise InvalidConfig(f"phases={shown(cfg.phases)}: must be true, false or table")
     if cfg.order == "interleaved" and timing.method == "simple":
         raise InvalidConfig("order=interleaved timing=simple: one mean has no rounds; use timing=warmup or order=auto")
     for key, highest in {"precision": FINITE, "time_cap_s": MOST_MS / 1e3}.items():

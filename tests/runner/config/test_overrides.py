@@ -44,7 +44,6 @@ BAD = [
     (["batch=1.5"], "batch=1.5: must be a whole number or null; for instance batch=2"),
     (["causal=maybe"], "causal=maybe: must be true or false; for instance causal=true"),
     (["sinks=3"], "sinks=3: must be true or false; for instance sinks=false"),
-    (["phases=0"], "phases=0: must be true or false; for instance phases=true"),
     (["timing.precision=fine"], "timing.precision=fine: must be a number; for instance timing.precision=0.01"),
     (["timing.precision=null"], "timing.precision=null: must be a number; for instance"),
     (["timing.warmup_runs=[1]"], "timing.warmup_runs=[1]: must be a whole number or null", "timing.warmup_runs=3"),

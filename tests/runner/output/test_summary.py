@@ -53,7 +53,7 @@ def test_a_sweeps_summary_has_a_row_for_every_run_the_failed_ones_with_their_rea
     text = (tmp_path / "summary.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 4  # the heading, its rule, two runs
-    assert "14.000" in table[2] and "1,024" in table[2] and "oom" in table[3]
+    assert "14.00 " in table[2] and "1,024" in table[2] and "oom" in table[3]
     assert len({line.count("|") for line in table}) == 1
     assert "- `b`: oom: rank 1 in phase timing: out of memory, 3 GiB asked" in text.splitlines()
     assert files(tmp_path) == {"result.json", "summary.csv", "summary.parquet", "summary.md"}
