@@ -1,19 +1,19 @@
-"""Balanced: every rank has as many tokens and nearly as many (query, key) pairs of one given mask, by trades of tokens
-between ranks; each rank gathers only the keys that its queries see.
+"""Balanced: every rank has as many tokens and nearly as many (query, key) pairs of one given mask, by windows of the
+sequence that hold half of its tokens and half of its pairs; each rank gathers only the keys that its queries see.
 
 No fixed layout balances a mask that is neither full nor causal. The layout is made for a mask, so the mask comes before the
 shards: `attention.make("balanced", mask=mask)`.
 
-Source: the dispatch of MagiAttention (SandAI, 2025) balances chunks by their areas; the trades are ours."""
+Source: the dispatch of MagiAttention (SandAI, 2025) balances chunks by their areas; the windows are ours."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from attention.geometry.even_shards import even_shards
 from attention.geometry.layouts import IN_ORDER, CuSeqlens, Layout, Shard
-from attention.geometry.options import GatherOptions, option
+from attention.geometry.options import GatherOptions
 from attention.geometry.schedules import GatherSchedule, Problem, rank_pairs
-from attention.geometry.trades import even_shards
 from attention.masks.band import CAUSAL, Band
 from attention.masks.mask import Banded, Mask, Padded
 from attention.masks.overlap import both
@@ -29,14 +29,12 @@ DEFAULT = Banded(CAUSAL)
 @dataclass(frozen=True)
 class BalancedOptions(GatherOptions):
     """`mask`: what the layout is made for, and the mask of every call; None: a layout for calls with causal=True.
-    `tokens`: of the whole sequence; None: any number. `chunks`: in how many parts a rank's contiguous shard is cut before
-    ranks trade tokens; None: the fewest that balance."""
+    `tokens`: of the whole sequence; None: any number."""
 
     from_call = ("mask", "tokens")
 
     mask: Mask | None = None  # type: ignore[misc]
     tokens: int | None = None
-    chunks: int | None = option(None)
 
     @property
     def made_for(self) -> Mask:
@@ -56,10 +54,9 @@ class BalancedOptions(GatherOptions):
 def check_options(options: BalancedOptions) -> None:
     if not isinstance(options.made_for, Mask):
         raise ValueError(f"mask={options.mask!r}: must be one of attention.masks, such as masks.chunked(8192)")
-    for name in ("tokens", "chunks"):
-        value = getattr(options, name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ValueError(f"{name}={value!r}: must be a whole number of at least 1, or null")
+    tokens = options.tokens
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(f"tokens={tokens!r}: must be a whole number of at least 1, or null")
 
 
 @dataclass(frozen=True)
@@ -68,18 +65,17 @@ class MaskSplit:
 
     mask: Mask
     tokens: int | None
-    chunks: int | None
 
     def __call__(self, length: int, world: int) -> tuple[Shard, ...]:
         if self.tokens not in (None, length):
             raise ValueError(f"seq_len={length}: this balanced layout was made for tokens={self.tokens}; make another")
-        return assigned(self.mask, length, world, self.chunks)
+        return assigned(self.mask, length, world)
 
 
 class _Balanced(Variant[BalancedOptions]):
     def outer(self, options: BalancedOptions) -> Layout:
         check_options(options)
-        return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens, options.chunks), per_sequence=False)
+        return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens), per_sequence=False)
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
         return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
@@ -98,11 +94,11 @@ def within(mask: Mask, other: Mask, tokens: int) -> bool:
 
 
 @memo(lambda found, *_: sum(map(len, found)))
-def assigned(mask: Mask, length: int, world: int, chunks: int | None) -> tuple[Shard, ...]:
+def assigned(mask: Mask, length: int, world: int) -> tuple[Shard, ...]:
     """By rank, its parts of the sequence in order; equally many tokens each."""
     if length == 0 or world == 1:
         return IN_ORDER(length, world)
-    return even_shards(mask.rectangles(length), length, world, chunks)
+    return even_shards(mask.rectangles(length), length, world)
 
 
 class BalancedSchedule(GatherSchedule):
@@ -122,11 +118,11 @@ def balance(problem: Problem) -> float:
 register(
     _Balanced(
         name="balanced",
-        summary="ranks trade tokens until all have nearly as many pairs of a given mask; only needed keys gathered",
+        summary="all ranks have nearly as many pairs of a given mask, by its windows; only needed keys gathered",
         source="after MagiAttention's dispatch of chunks by area (SandAI, 2025)",
         use="any mask that is neither full nor causal, and packed batches of real lengths: made for one mask",
         executor="gather",
-        layout=Layout("balanced", 1, MaskSplit(DEFAULT, None, None), per_sequence=False),
+        layout=Layout("balanced", 1, MaskSplit(DEFAULT, None), per_sequence=False),
         schedule=BalancedSchedule(),
         any_mask=True,
         options=BalancedOptions,
