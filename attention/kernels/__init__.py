@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from attention.errors import UnsupportedCall, nearest
 from attention.kernels.aten import FLASH2, SdpaCudnn, SdpaEfficient, SdpaFlash
@@ -11,7 +10,7 @@ from attention.kernels.cudnn_flex import CudnnFlex
 from attention.kernels.flash3 import Flash3
 from attention.kernels.flash4 import Flash4
 from attention.kernels.flex import Flex
-from attention.kernels.interface import Call, Kernel, Pair, Shape, lacks, name_of
+from attention.kernels.interface import Call, Kernel, Shape, lacks, name_of
 from attention.kernels.math import MATH
 from attention.kernels.padded_values import PaddedValues
 from attention.kernels.patterns import ForPatterns
@@ -22,18 +21,15 @@ __all__ = ["KERNELS", "Call", "Kernel", "Shape", "name_of", "names", "select"]
 
 
 class Absent(Kernel):
-    """A kernel whose package is not installed."""
+    """A kernel of ours where Triton is not installed."""
 
-    align = 1
+    summary = "a Triton kernel of ours"
 
-    def __init__(self, name: str, reason: str):
-        self.name, self.reason, self.summary = name, reason, "a Triton kernel of ours"
+    def __init__(self, name: str):
+        self.name = name
 
     def missing(self, device: str) -> str | None:
-        return self.reason
-
-    def forward(self, *_: Any, **__: Any) -> Pair:
-        raise UnsupportedCall(self.reason)
+        return "needs the package triton: pip install triton"
 
 
 def _triton_kernels() -> list[Kernel]:
@@ -41,24 +37,12 @@ def _triton_kernels() -> list[Kernel]:
         from attention.kernels.triton_decode import DecodeKernel
         from attention.kernels.triton_flash import TritonFlash
     except ImportError:
-        return [Absent(name, "needs the package triton: pip install triton") for name in ("triton", "decode")]
+        return [Absent("triton"), Absent("decode")]
     return [TritonFlash(), DecodeKernel()]
 
 
-_ALL: list[Kernel] = [
-    MATH,
-    SdpaFlash(),
-    SdpaCudnn(),
-    SdpaEfficient(),
-    FLASH2,
-    Flash3(),
-    Flash4(),
-    CudnnFlex(),
-    Xformers(),
-    Flex(),
-    *_triton_kernels(),
-]
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _ALL}
+_EVERY = (MATH, SdpaFlash(), SdpaCudnn(), SdpaEfficient(), FLASH2, Flash3(), Flash4(), CudnnFlex(), Xformers(), Flex())
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (*_EVERY, *_triton_kernels())}
 
 # The order of `auto`, fastest first as calibrated on an H200. Without flex, which compiles for each shape, and xformers, which runs
 # FlashAttention-2's kernels with additional copies.
@@ -106,10 +90,11 @@ def preference(shape: Shape, decode: bool = False) -> tuple[str, ...]:
 def made_for(name: str, shape: Shape) -> Kernel:
     """The kernel of that name for calls of a shape: it pads where it does not take value heads of another size by itself."""
     kernel, plain = KERNELS[name], replace(shape, softcap=False)
-    if shape.v_head_dim == shape.head_dim or not (lacks(kernel, plain) or kernel.refuses(plain, FULL)):
+    if shape.v_head_dim == shape.head_dim:
         return kernel
     padded = PaddedValues(kernel, shape)
-    return kernel if padded.refuses(plain, FULL) and not lacks(kernel, plain) else padded
+    helps = kernel.refuses(plain, FULL) and not padded.refuses(plain, FULL)
+    return padded if lacks(kernel, plain) or helps else kernel
 
 
 def why_not(name: str, shape: Shape, masks: tuple[Band, ...]) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.gpu import private
 from attention.kernels import decompose
-from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Triple, dtype_rule, head_dim_rule
+from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, Triple, dtype_rule, head_dim_rule
 from attention.kernels.math import MATH
 from attention.masks.band import Band
 
@@ -25,23 +25,25 @@ class Flash2(Kernel):
     name = "flash2"
     summary = "FlashAttention-2, inside PyTorch"
 
-    def squares(self, x: Tensor, sq: int, sk: int, call: Call) -> bool:
+    def squares(self, x: Tensor, y: Tensor, call: Call) -> bool:
         """It replaces a missing bound of a window by Sk and drops a bound of Sk or more; with more queries than keys either can
         mask wrongly. Chunks of at most Sk queries are safe."""
         mask = call.mask
-        if not mask.windowed or all(n <= m for n, m in call.sequences(sq, sk)):
+        if not mask.windowed:
             return False
-        return mask.right < 0 or max(mask.left, mask.right) >= min(m for _, m in call.sequences(sq, sk))
+        lengths = call.sequences(x.shape[1], y.shape[1])
+        some = any(n > m for n, m in lengths)
+        return some and (mask.right < 0 or max(mask.left, mask.right) >= min(m for _, m in lengths))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         out, lse, *_ = private.aten("_flash_attention_forward")(
             q, k, v, *lengths_of(q, k, call), 0.0, call.mask.causal, False, scale=call.scale, **_window(call.mask)
         )
         return out, lse
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         dout, out, lse = dout.contiguous(), out.contiguous(), lse.contiguous()
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         with _deterministic(call.deterministic):
@@ -63,31 +65,29 @@ class SdpaFlash(Flash2):
 
     name = "sdpa_flash"
     summary = "PyTorch's own flash attention: FlashAttention-2 on CUDA, its CPU flash attention on a CPU"
-
-    def missing(self, device: str) -> str | None:
-        return None
+    on_cpu = True
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         if shape.device == "cuda":
             return super().refuses(shape, mask)
         return dtype_rule(shape.dtype, (*HALF, torch.float32, torch.float64))
 
-    def squares(self, x: Tensor, sq: int, sk: int, call: Call) -> bool:
-        return not x.is_cuda or super().squares(x, sq, sk, call)
+    def squares(self, x: Tensor, y: Tensor, call: Call) -> bool:
+        return not x.is_cuda or super().squares(x, y, call)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         if q.is_cuda:
-            return super().attend(q, k, v, call, into)
+            return super().attend(tensors, call)
         out, lse = private.aten("_scaled_dot_product_flash_attention_for_cpu")(
             *_bhsd(q, k, v), 0.0, call.mask.causal, attn_mask=_explicit(call.mask, q, k), scale=call.scale
         )
         return out.transpose(1, 2), lse
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         if q.is_cuda:
-            return super().gradients(dout, q, k, v, out, lse, call, into)
+            return super().gradients(tensors, call)
         keys, values, groups = _repeated(q, k, v)
         dq, dk, dv = private.aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
             *_bhsd(dout, q, keys, values, out),
@@ -116,26 +116,26 @@ class SdpaCudnn(Kernel):
         d, dv = shape.head_dim, shape.v_head_dim
         if d != dv and max(d, dv) > 128 and not (_hopper() and (d, dv) == (192, 128)):
             return f"head_dim={d} and v_head_dim={dv}: different ones up to 128 only, or 192 and 128 on Hopper"
-        own = head_dim_rule(shape, 128) if shape.backward and not _hopper() else None
-        return super().refuses(shape, mask) or own
+        return super().refuses(shape, mask) or (head_dim_rule(shape, 128) if shape.backward and not _hopper() else None)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         if q.shape[1] == k.shape[1] == 1:
-            return MATH.attend(q, k, v, call, into)
+            return MATH.attend(tensors, call)
         out, lse, *_ = private.aten("_scaled_dot_product_cudnn_attention")(
             *_bhsd(q, k, v), None, True, 0.0, call.mask.causal, False, scale=call.scale
         )
         return out.transpose(1, 2), lse.squeeze(-1)
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         if q.shape[1] == k.shape[1] == 1:
-            return MATH.gradients(dout, q, k, v, out, lse, call, into)
+            return MATH.gradients(tensors, call)
         # PyTorch finds cuDNN's graphs by the strides of q, k and v: out and dout must follow from those of q
         if not dout.stride() == out.stride() == q.stride():
             dout, q, out = dout.contiguous(), q.contiguous(), out.contiguous()
-        lse, seed = lse.contiguous().unsqueeze(-1), _seed(q)
+        lse = lse.contiguous().unsqueeze(-1)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
         sizes = None, None, None, q.shape[1], k.shape[1]
         return _bhsd(
             *private.aten("_scaled_dot_product_cudnn_attention_backward")(
@@ -156,7 +156,8 @@ class SdpaEfficient(Kernel):
     windows = False
     only_squares = True
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         k, v, _ = _repeated(q, k, v)
         sq, sk, causal = q.shape[1], k.shape[1], int(call.mask.causal)
         out, lse, *_ = private.aten("_efficient_attention_forward")(
@@ -164,11 +165,11 @@ class SdpaEfficient(Kernel):
         )
         return out, lse[..., :sq]
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         k, v, groups = _repeated(q, k, v)
-        sq, sk, causal, seed = q.shape[1], k.shape[1], int(call.mask.causal), _seed(q)
+        sq, sk, causal = q.shape[1], k.shape[1], int(call.mask.causal)
+        seed = torch.empty((), dtype=torch.int64, device=q.device)  # not read: there is no dropout
         dout, out = dout.contiguous(), out.contiguous()
         lse = torch.nn.functional.pad(lse, (0, -sq % 32), value=torch.inf).contiguous()
         dq, dk, dv, _ = private.aten("_efficient_attention_backward")(
@@ -183,7 +184,7 @@ def _window(mask: Band) -> dict[str, int]:
 
 def lengths_of(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor | None, Tensor | None, int, int]:
     """The cumulative lengths of queries and keys, and those of the longest sequences."""
-    return call.cu_q, call.cu_k, *((call.max_q, call.max_k) if call.packed else (q.shape[1], k.shape[1]))
+    return call.cu_q, call.cu_k, call.max_q or q.shape[1], call.max_k or k.shape[1]
 
 
 _switch = Lock()
@@ -210,11 +211,6 @@ def _bhsd(*xs: Tensor) -> tuple[Tensor, ...]:
     return tuple([x.transpose(1, 2) for x in xs])
 
 
-def _seed(x: Tensor) -> Tensor:
-    """Of a dropout that there is none of: it is not read."""
-    return torch.empty((), dtype=torch.int64, device=x.device)
-
-
 def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, int]:
     """Keys and values for a kernel without GQA: a head for each of the queries. And how many share one."""
     groups = q.shape[2] // k.shape[2]
@@ -234,7 +230,7 @@ def _explicit(mask: Band, q: Tensor, k: Tensor) -> Tensor | None:
     if not mask.windowed:
         return None
     keep = decompose.band_matrix(mask, q.shape[1], k.shape[1], q.device)
-    return torch.zeros(keep.shape, dtype=q.dtype).masked_fill_(~keep, -torch.inf)
+    return keep.to(q.dtype).log()  # 0 and -inf
 
 
 def _hopper() -> bool:

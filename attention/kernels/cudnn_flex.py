@@ -11,7 +11,7 @@ from torch import Tensor
 from attention.gpu.private import CUDNN_FLEX
 from attention.gpu.uploads import held
 from attention.kernels.flash4_package import as_taken
-from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Triple, dtype_rule, head_dim_rule
+from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, Triple, dtype_rule, head_dim_rule
 from attention.kernels.packages import imported, wrong_gpu
 from attention.kernels.tile_lists import most_at_once, row_intervals
 from attention.masks.band import Band
@@ -41,15 +41,15 @@ class CudnnFlex(Kernel):
         needed = most_at_once(pattern.rectangles)
         return f"a query sees {needed} intervals of keys: at most {MOST_INTERVALS}" if needed > MOST_INTERVALS else None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         result = package()[0].forward(
             q, k, v, mask_plan=_plan(q, k, v, call), softmax_scale=call.scale, return_lse=True
         )
         return result["o_tensor"], result["lse_tensor"]
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         grads = package()[0].backward(
             q,
             k,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 WINDOW_CHUNK = 512  # queries per part of a window, whose explicit mask is [512, 512 + window]
 
 Tensors = Sequence[Tensor]  # q, k, v of a forward; dout, q, k, v, out, lse of a backward
-SIDES = {3: "qkk", 6: "qqkkql"}  # the side of each of them: queries, keys, or the lse of queries
+Compute = Callable[..., Any]
 
 
 class Part(NamedTuple):
@@ -35,33 +35,35 @@ class Part(NamedTuple):
     call: Call
 
     def of(self, tensors: Tensors) -> list[Tensor]:
-        places = {"q": ((self.q,), TOKENS), "k": ((self.k,), TOKENS), "l": ((self.q,), -1)}
-        return [take(x, *places[side]) for x, side in zip(tensors, SIDES[len(tensors)], strict=True)]
+        rows, keys, sides = (self.q,), (self.k,), "qkk" if len(tensors) == 3 else "qqkkql"  # l: the lse of queries
+        return [
+            take(x, keys if y == "k" else rows, -1 if y == "l" else TOKENS) for x, y in zip(tensors, sides, strict=True)
+        ]
 
 
-def by_parts(compute: Callable[..., Any], tensors: Tensors, parts: Sequence[Part], into: Any) -> Any:
+def by_parts(compute: Compute, tensors: Tensors, parts: Sequence[Part], into: Any) -> Any:
     """The results of a forward or a backward, `compute`, from those of its parts. Queries without a part have out 0 and lse
     -inf, and gradients without one are 0."""
     if tensors[0].dim() == 3:
         return batch_of_one(partial(by_parts, compute), tensors, parts, into)
     rows, keys = [(part.q,) for part in parts], [(part.k,) for part in parts]
+    q, k, v = tensors if len(tensors) == 3 else tensors[1:4]
     totals: list[Stepwise]
     if len(tensors) == 3:
-        q, _, v = tensors
         totals = [Accumulator(result_like(q, v), rows, into)]
     else:
-        _, q, k, v, *_ = tensors
         totals = [Sum([q], rows, into and into[:1]), Sum([k, v], keys, into and into[1:])]
     for part in parts:
-        results = iter(compute(*part.of(tensors), part.call, None))
+        results = iter(compute(part.of(tensors), part.call))
         for total in totals:
             total.add(*islice(results, len(total.dims)))
     return tuple(x for total in totals for x in total.result())
 
 
-def by_element(forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, call: Call, into: Any) -> Any:
+def by_element(forward: Compute, tensors: Tensors, call: Call, into: Any) -> Any:
     """(out, lse) of batch elements with different numbers of keys, by a `forward` that takes one number for all: a call for each
     element, or for neighbours of equal length. `call.lengths` are on the CPU."""
+    q, k, v = tensors
     out, lse = into or (empty_tokens(result_like(q, v), tokens(q)), empty_lse(q))
     lengths, first, total = call.lengths  # type: ignore[misc]
     n, stop = tokens(q), 0
@@ -69,14 +71,14 @@ def by_element(forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, cal
         start, stop = stop, stop + len(list(equal))
         end, parts = min(max(length, 0), total), []
         piece = tile(call.mask, (end - n, end), (first, min(first + tokens(k), end)))
-        if piece is not None:
+        if piece:
             (a, b), (c, d), band = piece
             parts = [Part((a - end + n, b - end + n), (c - first, d - first), call.under(band))]
-        by_parts(forward, [x[start:stop] for x in (q, k, v)], parts, (out[start:stop], lse[start:stop]))
+        by_parts(forward, [x[start:stop] for x in tensors], parts, (out[start:stop], lse[start:stop]))
     return out, lse
 
 
-def batch_of_one(compute: Callable[..., Any], tensors: Tensors, how: Any, into: Any) -> Any:
+def batch_of_one(compute: Compute, tensors: Tensors, how: Any, into: Any) -> Any:
     """`compute`, which takes tensors with a batch dim, of tensors without."""
     results = compute([x[None] for x in tensors], how, into and tuple(x[None] for x in into))
     return into or tuple(x[0] for x in results)
@@ -103,7 +105,7 @@ def cut(mask: Band, q: Interval, k: Interval) -> Iterator[tuple[Interval, Interv
         chunk, shift = min(WINDOW_CHUNK, d - c), d - b
         for start in range(a, b, chunk or 1):
             piece = tile(mask, (start + shift, min(start + chunk, b) + shift), k)
-            if piece is not None:
+            if piece:
                 (i, j), keys, band = piece
                 rows = i - shift, j - shift
                 # a window, cut to a chunk, may be full or causal

@@ -13,11 +13,9 @@ def dense_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _copied(x: Tensor) -> Tensor:
-    return dense_like(x).copy_(x)
-
-
-def fit(xs: Sequence[Tensor], align: int = 1, made: Callable[[Tensor], Tensor] = _copied) -> Sequence[Tensor]:
+def fit(
+    xs: Sequence[Tensor], align: int = 1, made: Callable[[Tensor], Tensor] = lambda x: dense_like(x).copy_(x)
+) -> Sequence[Tensor]:
     """The tensors, with others made of those that do not fit: copies, differentiable. An LSE, which has fewer dims than the
     first tensor, fits as it is."""
     for x in xs:
@@ -30,7 +28,7 @@ def fit(xs: Sequence[Tensor], align: int = 1, made: Callable[[Tensor], Tensor] =
 def fits(x: Tensor, align: int) -> bool:
     """Whether the last dim is contiguous, rows do not overlap (as those of `expand` do), and the first element and, in
     a strided tensor, every row lie on multiples of `align` bytes."""
-    if align > 1 and x.data_ptr() % align:
+    if x.data_ptr() % align:
         return False
     return x.is_contiguous() or _rows_fit(x.shape, x.stride(), x.element_size(), align)
 

@@ -3,57 +3,45 @@ batches and bands directly, and writes dq, dk and dv (not out) into given tensor
 
 from __future__ import annotations
 
-import importlib
-from functools import lru_cache
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from attention.gpu.private import FLASH3
 from attention.kernels.fit import dense_like
 from attention.kernels.flash4 import pack_lengths
-from attention.kernels.interface import Call, Into, Kernel, Pair, Triple
+from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
+from attention.kernels.packages import imported, wrong_gpu
 
-INSTALL = "build it from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
+INSTALL = (
+    "build FlashAttention-3 from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"
+)
+MODULES = "flash_attn_3.flash_attn_interface", "flash_attn_interface"
 
 
 class Flash3(Kernel):
     name = "flash3"
     summary = "FlashAttention-3 for Hopper, where its package is installed"
+    writes = True
 
     def missing(self, device: str) -> str | None:
-        functions, reason = interface() if device == "cuda" else (None, super().missing(device))
-        if functions is not None and torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
-            return "this GPU is sm{}{}: needs sm90 (Hopper)".format(*torch.cuda.get_device_capability())
-        return reason
+        return super().missing(device) or wrong_gpu((9, 0), (9, 9), "needs sm90 (Hopper)") or package()[1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
-        out, lse, *_ = interface()[0].forward(q, k, v, causal=call.mask.causal, **_options(call))
+    def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
+        q, k, v = tensors
+        out, lse, *_ = package()[0].forward(q, k, v, causal=call.mask.causal, **_options(call))
         return out, lse
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call, into: Into = None) -> Triple:
+        dout, q, k, v, out, lse = tensors
         dq, dk, dv = grads = into or (dense_like(q), dense_like(k), dense_like(v))
         own = {"dq": dq, "dk": dk, "dv": dv, "is_causal": call.mask.causal, "deterministic": call.deterministic}
-        interface()[0].backward(dout, q, k, v, out, lse.contiguous(), **own, **_options(call))
+        package()[0].backward(dout, q, k, v, out, lse.contiguous(), **own, **_options(call))
         return grads
 
 
-@lru_cache
-def interface() -> tuple[Any, str | None]:
+def package() -> tuple[Any, str | None]:
     """The package's low-level functions, or None and the reason."""
-    for name in ("flash_attn_interface", "flash_attn_3.flash_attn_interface"):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        except Exception as error:
-            return None, f"{name} does not import ({type(error).__name__}: {error})"
-        wrong = FLASH3.wrong(module)
-        return (None, f"{wrong}; {INSTALL}") if wrong else (FLASH3.of(module), None)
-    return None, f"needs FlashAttention-3: {INSTALL}"
+    either = [imported(module, FLASH3, INSTALL) for module in MODULES]
+    return next((x for x in either if x[0]), either[1])
 
 
 def _options(call: Call) -> dict[str, Any]:

@@ -12,7 +12,19 @@ from attention.gpu.uploads import held
 from attention.kernels import flash4_sparse
 from attention.kernels.fit import dense_like
 from attention.kernels.flash4_package import as_taken, package, softcap_mods, writable
-from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Triple, dtype_rule, head_dim_rule, settle
+from attention.kernels.interface import (
+    HALF,
+    Call,
+    Into,
+    Kernel,
+    Pair,
+    Shape,
+    Tensors,
+    Triple,
+    dtype_rule,
+    head_dim_rule,
+    settle,
+)
 from attention.kernels.packages import wrong_gpu
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -26,6 +38,7 @@ class Flash4(Kernel):
     name = "flash4"
     summary = "FlashAttention-4 (flash_attn.cute), for Hopper and newer"
     features = frozenset({"softcap", "v_head_dim"})
+    writes = True
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) or wrong_gpu((9, 0), (99, 0), "needs sm90 (Hopper) or newer") or package()[1]
@@ -48,7 +61,8 @@ class Flash4(Kernel):
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return flash4_sparse.why_not(shape, pattern, deterministic)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
+        q, k, v = tensors
         out, lse = into or (dense_like(result_like(q, v)), empty_lse(q))
         arguments, copies = _arguments(call, q.device, False)
         result = package()[0].forward(
@@ -64,9 +78,8 @@ class Flash4(Kernel):
         merged = result[:2] if copies is None else copies.merged(result[0], result[1], q.shape[1])
         return settle(merged, (out, lse))
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call, into: Into = None) -> Triple:
+        dout, q, k, v, out, lse = tensors
         dq, dk, dv = into or (dense_like(q), dense_like(k), dense_like(v))
         arguments, copies = _arguments(call, q.device, True)
         grads = package()[0].backward(

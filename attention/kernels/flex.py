@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from attention.errors import UnsupportedCall
 from attention.gpu import private
 from attention.gpu.uploads import held, uploaded
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Tensors, Triple
 from attention.kernels.tile_lists import TILE, listed, row_intervals, tiles_of
 from attention.masks.pattern import Pattern
 
@@ -46,16 +46,16 @@ class Flex(Kernel):
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         with torch.no_grad():
             out, lse = _attend(q, k, v, call)
-        if call.pattern is not None:
+        if call.pattern:
             out = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0)
         return out.transpose(1, 2), lse
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         q, k, v = inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             part, part_lse = _attend(q, k, v, call)
@@ -110,7 +110,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Pair:
     Raises UnsupportedCall where PyTorch's compiler has no kernel for these lengths."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     intervals, mask = 0, None  # of a query: what the compiled code depends on
-    if call.pattern is not None or call.packed or not call.mask.full:
+    if call.pattern or call.packed or not call.mask.full:
         pattern = call.as_pattern(q.shape[2], k.shape[2])
         intervals = max(1, tiles_of(pattern).intervals)
         mask = held(pattern.keep(("flex", q.device), lambda: block_mask(pattern, q.device)), q.device)

@@ -83,7 +83,7 @@ class Call:
     def some_without_keys(self) -> bool:
         """Whether some query of a packed batch sees no key."""
         right = self.mask.right
-        return self.packed and any(n and (m == 0 or m - n + right < 0 <= right) for n, m in self.sequences(0, 0))
+        return self.packed and any(n and (not m or m - n + right < 0 <= right) for n, m in self.sequences(0, 0))
 
     def as_pattern(self, sq: int, sk: int) -> Pattern:
         """The mask of the call as a pattern. sq, sk: the queries and keys of a dense call."""
@@ -138,8 +138,9 @@ class Shape:
         tokens, heads, head_dim = q.shape[-3:]
         value_dim = None if v.shape[-1] == head_dim else v.shape[-1]
         backward = q.requires_grad if backward is None else backward
-        sizes = heads, k.shape[-2], head_dim
-        return Shape(q.device.type, q.dtype, *sizes, q.dim() == 3, backward, tokens, value_dim, softcap)
+        return Shape(
+            q.device.type, q.dtype, heads, k.shape[-2], head_dim, q.dim() == 3, backward, tokens, value_dim, softcap
+        )
 
 
 Feature = Literal["softcap", "v_head_dim", "kv_lengths"]
@@ -154,8 +155,8 @@ class Kernel:
     if the kernel is `one_batch`, the tensors have a batch dim, also those of a packed call (1).
 
     into: tensors to write and return instead of new ones. They have the shapes and dtypes of the results (out may also
-    be in the accumulation dtype), any strides, and do not overlap the inputs. A kernel may ignore them: its results are then
-    copied (`settle`), and an out in the accumulation dtype may have been rounded.
+    be in the accumulation dtype), any strides, and do not overlap the inputs. Only of a kernel that `writes`, `attend` and
+    `gradients` take them, too. Other results are copied (`settle`), and an out in the accumulation dtype may have been rounded.
 
     A kernel that splits the keys may leave merging to its caller, by a method `splits(q, k, v, call)`. It returns
     partial results `[n, B, Sq, H, D]` in fp32, n >= 0, and their LSEs `[n, B, H, Sq]`.
@@ -174,14 +175,16 @@ class Kernel:
     most_head_dim = 256
     head_bytes = 16
     windows = True
+    on_cpu = False
     one_batch = False
+    writes = False
     only_squares = False
     note: str | None = None
     any_order: str | None = None
 
     def missing(self, device: str) -> str | None:
         """Why the kernel cannot run on this machine's `device` ("cpu" or "cuda"), or None."""
-        return None if device == "cuda" else "needs a CUDA GPU"
+        return None if device == "cuda" or self.on_cpu else "needs a CUDA GPU"
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         """Why the kernel does not support such a call, as `value: rule`, or None."""
@@ -195,7 +198,7 @@ class Kernel:
         """Why the kernel cannot do a pattern by itself, or None."""
         return "it takes no patterns"
 
-    def squares(self, x: Tensor, sq: int, sk: int, call: Call) -> bool:
+    def squares(self, x: Tensor, y: Tensor, call: Call) -> bool:
         """Whether the kernel is given such a call as full rectangles, causal squares and small windows."""
         return self.only_squares
 
@@ -203,28 +206,26 @@ class Kernel:
         """The parts that are computed one by one, for x of the queries and y of the keys; None: the call as it is. Masks are
         aligned bottom-right, so leading queries that surely see no key can be cut off."""
         sq, sk = x.shape[-3], y.shape[-3]
-        if not x.numel() or not y.numel() or (call.pattern is not None and not len(call.pattern.rectangles)):
+        if not x.numel() or not y.numel() or (call.pattern and not len(call.pattern.rectangles)):
             return ()
-        if self.squares(x, sq, sk, call):
+        if self.squares(x, y, call):
             return rectangles_of(call, sq, sk)
         first = sq - sk - call.mask.right
         if first <= 0 or call.mask.right < 0 or call.packed or call.lengths is not None:
             return None
         return [Part((first, sq), (0, sk), call)]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
         raise NotImplementedError
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
         """The share of these keys, from the final out and lse."""
         raise NotImplementedError
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
         """(out, lse); a query without keys has out 0 and lse -inf."""
         if call.lengths is not None and "kv_lengths" not in self.features:
-            return by_element(self.forward, q, k, v, call, into)
+            return by_element(partial(self._run, self.attend), (q, k, v), call, into)
         out, lse = self._run(self.attend, (q, k, v), call, into)
         if call.some_without_keys:
             lse.masked_fill_(lse == torch.inf, -torch.inf)
@@ -237,7 +238,7 @@ class Kernel:
         """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has."""
         return self._run(self.gradients, (dout, q, k, v, out, lse), call, into)
 
-    def _run(self, compute: Callable[..., T], tensors: Tensors, call: Call, into: T | None) -> T:
+    def _run(self, compute: Callable[..., T], tensors: Tensors, call: Call, into: T | None = None) -> T:
         """`attend` or `gradients`, of tensors of any strides; their dtype decides what it computes in."""
         x, _, y, *_ = tensors  # of the queries, and of the keys
         device = "cuda" if x.is_cuda else "cpu"
@@ -250,9 +251,8 @@ class Kernel:
         parts = self.parts(x, y, call)
         if parts is not None:
             return by_parts(compute, tensors, parts, into)  # type: ignore[no-any-return]
-        if into is None:
-            return compute(*tensors, call, None)
-        return settle(compute(*tensors, call, fit(into, self.align, dense_like)), into)
+        written = [fit(into, self.align, dense_like)] if self.writes and into else []
+        return settle(compute(tensors, call, *written), into)
 
 
 class Wrapped(Kernel):

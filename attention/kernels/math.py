@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.kernels import decompose
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple
+from attention.kernels.interface import Call, Kernel, Pair, Shape, Tensors, Triple
 from attention.masks.band import Band, tile
 
 SCORES = 1 << 26  # at most so many scores are held at once: 256 MiB in fp32
@@ -22,14 +22,13 @@ class Math(Kernel):
     align = 1
     features = frozenset({"softcap", "v_head_dim"})
     only_squares = True
-
-    def missing(self, device: str) -> str | None:
-        return None
+    on_cpu = True
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return None
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         q_, k_, v_ = _grouped(q, k), _heads_first(k), _heads_first(v)  # [B, Hk, G, S, D], [B, Hk, S, D]
         out = q_.new_zeros((*q_.shape[:-1], v.shape[-1]))
         lse = torch.full(q_.shape[:-1], -torch.inf, dtype=q_.dtype, device=q.device)
@@ -37,11 +36,10 @@ class Math(Kernel):
             part = s.logsumexp(-1)
             out[..., rows, :] = torch.einsum("bhgqk,bhkd->bhgqd", (s - part.unsqueeze(-1)).exp_(), v_[:, :, keys])
             lse[..., rows] = part
-        return _ungrouped(out).to(q.dtype), lse.flatten(1, 2)
+        return out.flatten(1, 2).transpose(1, 2).to(q.dtype), lse.flatten(1, 2)
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         q_, k_, v_, dout_ = _grouped(q, k), _heads_first(k), _heads_first(v), _grouped(dout, k)
         delta = (dout_ * _grouped(out, k)).sum(-1)
         lse = lse.to(q_.dtype).unflatten(1, (k.shape[2], -1))
@@ -56,7 +54,11 @@ class Math(Kernel):
                 ds.mul_(slope)
             dq[..., rows, :] = torch.einsum("bhgqk,bhkd->bhgqd", ds, k_[:, :, keys])
             dk[:, :, keys] += torch.einsum("bhgqk,bhgqd->bhkd", ds, q_[..., rows, :])
-        return _ungrouped(dq).to(q.dtype), dk.transpose(1, 2).to(k.dtype), dv.transpose(1, 2).to(v.dtype)
+        return (
+            dq.flatten(1, 2).transpose(1, 2).to(q.dtype),
+            dk.transpose(1, 2).to(k.dtype),
+            dv.transpose(1, 2).to(v.dtype),
+        )
 
 
 MATH = Math()
@@ -72,17 +74,13 @@ def _grouped(q: Tensor, k: Tensor) -> Tensor:
     return _heads_first(q).unflatten(1, (k.shape[2], -1))
 
 
-def _ungrouped(x: Tensor) -> Tensor:
-    return x.flatten(1, 2).transpose(1, 2)
-
-
 def _scores(q: Tensor, k: Tensor, call: Call) -> Iterator[tuple[slice, slice, Tensor]]:
     """(queries, keys, their scores) of each chunk: at least one query, else at most `SCORES` scores."""
     sq, sk = q.shape[-2], k.shape[-2]
     chunk, shift = max(1, SCORES // (q.shape[:-2].numel() * sk)), sk - sq
     for start in range(0, sq, chunk):
         piece = tile(call.mask, (start + shift, min(start + chunk, sq) + shift), (0, sk))
-        if piece is not None:
+        if piece:
             (a, b), (c, d), band = piece
             rows, keys = slice(a - shift, b - shift), slice(c, d)
             s = torch.einsum("bhgqd,bhkd->bhgqk", q[..., rows, :], k[:, :, keys]).mul_(call.scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.errors import UnsupportedCall
 from attention.geometry.intervals import joined
-from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Triple, Wrapped, lacks
+from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Tensors, Triple, Wrapped, lacks
 from attention.masks.band import Intervals
 from attention.masks.pattern import Entry, Pattern
 from attention.reduction.grad_sum import Sum
@@ -40,6 +40,8 @@ class ForPatterns(Wrapped):
     computes those that it can by itself; all others are computed by its packed calls.
 
     shape: of the calls. Raises ValueError in `check` for a pattern that the kernel can do in neither way."""
+
+    writes = True
 
     def __init__(self, kernel: Kernel, shape: Shape):
         super().__init__(kernel)
@@ -78,7 +80,8 @@ class ForPatterns(Wrapped):
             return super().backward(dout, q, k, v, out, lse, call, into)
         return self.kernel.backward(dout, q, k, v, out, lse, call, into)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
+        q, k, v = tensors
         parts = _parts(call, q)
         total = Accumulator(result_like(q, v), [part.q for part in parts], into)
         for part in parts:
@@ -86,9 +89,8 @@ class ForPatterns(Wrapped):
             total.add(_batched(out, q), _batched_lse(lse, q))
         return total.result()
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call, into: Into = None) -> Triple:
+        dout, q, k, v, out, lse = tensors
         parts = _parts(call, q)
         queries = Sum([q], [part.q for part in parts], into and into[:1])
         overlapping = any(part.overlapping for part in parts)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.kernels.fit import dense_like
-from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, name_of
+from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, name_of
 from attention.kernels.triton_softmax import LOG2E, add_tile, empty, store
 from attention.masks.band import Band
 from attention.ops.merge import merge_n_triton
@@ -145,6 +145,7 @@ class DecodeKernel(Kernel):
     summary = "flash-decoding in Triton: keys split among programs, for few queries; forward only"
     align = 1
     features = frozenset({"softcap", "v_head_dim", "kv_lengths"})
+    writes = True
 
     def missing(self, device: str) -> str | None:
         return missing(device)
@@ -159,10 +160,9 @@ class DecodeKernel(Kernel):
                 return f"{name}={n}: up to {MOST_DIM} only"
         return dtype_rule(shape.dtype, shape.device)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None, splits: int | None = None
-    ) -> Pair:
+    def attend(self, tensors: Tensors, call: Call, into: Pair | None = None, splits: int | None = None) -> Pair:
         """splits: as in `splits`. With an fp32 out in `into` the result is a partial one, to be merged with others."""
+        q, k, v = tensors
         out, lse = into or (dense_like(result_like(q, v)), empty_lse(q))
         parts, lses = self.splits(q, k, v, call, splits, (out, lse))
         if len(parts) != 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.kernels.aten import FLASH2
-from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Triple
+from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, Triple
 from attention.kernels.math import MATH
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, grouped_forward
@@ -19,6 +19,7 @@ from attention.masks.band import Band
 class TritonFlash(Kernel):
     name = "triton"
     summary = "our own flash forward in Triton, FlashAttention-2's backward; packed batches go sequence by sequence"
+    writes = True
 
     def missing(self, device: str) -> str | None:
         return missing(device)
@@ -30,10 +31,11 @@ class TritonFlash(Kernel):
             return f"head_dim={shape.head_dim}: 64 and 128 only"
         return dtype_rule(shape.dtype, shape.device)
 
-    def squares(self, x: Tensor, sq: int, sk: int, call: Call) -> bool:
+    def squares(self, x: Tensor, y: Tensor, call: Call) -> bool:
         return call.packed
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
+        q, k, v = tensors
         if call.mask.windowed:
             raise UnsupportedCall(f"kernel=triton: {call.mask.describe()}: no sliding window; take another kernel")
         return grouped_forward(q, k, v, (k.shape[1],), call.scale, call.mask.causal, into=into)

@@ -1,4 +1,4 @@
-"""`xformers`: the FlashAttention-2 operators of the package xformers. With "-pt" in their names they run PyTorch's own kernels.
+"""`xformers`: the FlashAttention-2 operators of the package xformers, which run PyTorch's own kernels.
 
 The operators are called directly. They do not need xformers' C++ extension, which loads beside one version of PyTorch only; where
 it does not, xformers' functions for users refuse every call."""
@@ -11,37 +11,30 @@ from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from attention.errors import UnsupportedCall
 from attention.gpu import private
 from attention.kernels.aten import Flash2, lengths_of
-from attention.kernels.interface import Call, Into, Pair, Triple
+from attention.kernels.interface import Call, Pair, Tensors, Triple
 
 INSTALL = "pip install xformers==0.0.35"
 
 
 class Xformers(Flash2):
     name = "xformers"
-    summary = "the package xformers, by its FlashAttention-2 operators"
+    summary = "the package xformers: its FlashAttention-2 operators, which run PyTorch's own kernels"
     any_order = "its backward is not deterministic; take flash2 or flash4"
-
-    @property
-    def note(self) -> str | None:  # type: ignore[override]
-        return getattr(operators()[0], "names", None) if torch.cuda.is_available() else None  # importing takes seconds
 
     def missing(self, device: str) -> str | None:
         return super().missing(device) or operators()[1]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call) -> Pair:
+        q, k, v = tensors
         cu_q, cu_k, *longest = lengths_of(q, k, call)
         out, lse, _ = operators()[0].forward(q, k, v, cu_q, cu_k, None, *longest, *_band(call), False, None)
         return out, lse
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call) -> Triple:
+        dout, q, k, v, out, lse = tensors
         if call.deterministic:
             raise UnsupportedCall(f"kernel=xformers: deterministic=True: {self.any_order}")
         tensors = dout.contiguous(), q, k, v, out.contiguous(), lse.contiguous()
@@ -56,7 +49,7 @@ def _band(call: Call) -> tuple[float, float, bool, int, int]:
 
 @cache
 def operators() -> tuple[Any, str | None]:
-    """xformers' operators `forward` and `backward` and their `names`, or None and the reason.
+    """xformers' operators `forward` and `backward`, or None and the reason.
 
     Where flash-attn-4 is installed, xformers finds a package `flash_attn`, imports `flash_attn.flash_attn_interface` from it,
     and fails. So that package is hidden during the import, and xformers takes the FlashAttention-2 inside PyTorch."""
@@ -74,4 +67,4 @@ def operators() -> tuple[Any, str | None]:
     except Exception as error:  # also RuntimeErrors of its extension, built for another PyTorch
         return None, f"xformers does not import ({type(error).__name__}: {error}); {INSTALL}"
     forward, backward = (x.OPERATOR for x in both)
-    return SimpleNamespace(forward=forward, backward=backward, names=" and ".join(x.NAME for x in both)), None
+    return SimpleNamespace(forward=forward, backward=backward), None

@@ -26,7 +26,7 @@ from attention.geometry.options import Options
 from attention.geometry.schedules import Problem
 from attention.gpu.priority_stream import Inline
 from attention.kernels.fit import dense_like
-from attention.kernels.interface import Call, Into, Kernel, Pair, Triple
+from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
 from attention.kernels.scratch import backward_scratch
 from attention.masks.band import FULL, Band, Intervals
 from attention.profiling import NO_STEP
@@ -236,6 +236,7 @@ class _Kernel(Kernel):
     """Counts its calls. Holds the scratch memory of the kernel `name` while it runs."""
 
     summary = "counts its calls"
+    writes = True
 
     def __init__(self, log: _Log, name: str):
         self.log, self.name = log, name
@@ -253,13 +254,13 @@ class _Kernel(Kernel):
             kv_bytes=k.nbytes + v.nbytes
         )  # fmt: skip
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None) -> Pair:
+    def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
+        q, k, v = tensors
         self._count(q, k, v, call, forward_flops)
         return into or (dense_like(result_like(q, v)), empty_lse(q))
 
-    def gradients(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into
-    ) -> Triple:
+    def gradients(self, tensors: Tensors, call: Call, into: Into = None) -> Triple:
+        _, q, k, v, *_ = tensors
         self._count(q, k, v, call, backward_flops)
         results = into or (dense_like(q), dense_like(k), dense_like(v))
         q.new_empty(backward_scratch(self.name, q, k, v), dtype=torch.uint8)

@@ -11,15 +11,15 @@ from runner.measure import job
 
 def run(me: Rank, experiment: dict[str, Any], name: str, late_s: float = 0.0) -> dict[str, Any]:
     """The run, with the forward of the kernel `math` in a block `name`, which takes `late_s` longer on rank 1."""
-    plain = Math.rectangle
+    plain = Math.attend
 
-    def rectangle(*arguments: Any) -> Any:
+    def attend(*arguments: Any) -> Any:
         with phase(name):
             time.sleep(late_s if me.rank == 1 else 0.0)
             return plain(*arguments)
 
-    Math.rectangle = rectangle  # type: ignore[method-assign]
+    Math.attend = attend  # type: ignore[method-assign]
     try:
         return job.run(me, experiment, None)
     finally:
-        Math.rectangle = plain  # type: ignore[method-assign]
+        Math.attend = plain  # type: ignore[method-assign]

@@ -181,9 +181,7 @@ def test_a_kernel_takes_and_writes_tensors_of_any_strides(name, how, sizes):
 def test_xformers_works_wherever_it_is_installed():
     if importlib.util.find_spec("xformers") is None:
         pytest.skip("xformers is not installed")
-    kernel = KERNELS["xformers"]
-    assert kernel.missing("cuda") is None
-    assert "fa2F@" in kernel.note and "fa2B@" in kernel.note
+    assert KERNELS["xformers"].missing("cuda") is None
 
 
 @pytest.mark.parametrize("name", ["flash2", "flash3", "flash4", "sdpa_flash"])

@@ -78,9 +78,9 @@ def test_results_are_written_into_the_tensors_given(kernel, sizes, gap):
 
 def test_decode_over_splits_merges_into_the_tensors_given():
     q, k, v = qkv(2, 300, 8, 2, 64, torch.float32)
-    expected = decode(q, k, v, Call(0.125), splits=3)
+    expected = decode((q, k, v), Call(0.125), splits=3)
     into = torch.full((2, 2, 10, 64), torch.nan)[:, :, 1:9], torch.full((2, 8, 4), torch.nan)[..., ::2]
-    assert decode(q, k, v, Call(0.125), splits=3, into=into) == into
+    assert decode((q, k, v), Call(0.125), splits=3, into=into) == into
     assert all(map(torch.equal, into, expected))
 
 
@@ -95,7 +95,7 @@ def test_decode_over_splits_of_the_keys_matches_plain_attention(dtype, head_dim)
     n_queries, n_keys = [(1, 1), (1, 257), (4, 129)][which % 3]
     q, k, v = qkv(n_queries, n_keys, 8, 2, head_dim, dtype, batch=1)
     for splits in (1, 2, 5):
-        result = decode(q, k, v, Call(head_dim**-0.5), splits=splits)
+        result = decode((q, k, v), Call(head_dim**-0.5), splits=splits)
         assert result[0].dtype == dtype
         assert_full_attention(result, q, k, v, head_dim**-0.5, TOLERANCES[dtype][0])
 
@@ -103,12 +103,12 @@ def test_decode_over_splits_of_the_keys_matches_plain_attention(dtype, head_dim)
 @pytest.mark.parametrize("heads, kv_heads, n_queries", [(4, 4, 1), (6, 2, 5), (8, 1, 11), (32, 1, 3)])
 def test_decode_takes_any_number_of_queries_a_kv_head(heads, kv_heads, n_queries):
     q, k, v = qkv(n_queries, 70, heads, kv_heads, 64, torch.float16)
-    assert_full_attention(decode(q, k, v, Call(0.125), splits=2), q, k, v, 0.125, TOLERANCES[torch.float16][0])
+    assert_full_attention(decode((q, k, v), Call(0.125), splits=2), q, k, v, 0.125, TOLERANCES[torch.float16][0])
 
 
 def test_decode_over_no_keys_gives_zero_and_minus_infinity():
     q, k, v = qkv(4, 0, 8, 1, 64, torch.float16)
-    out, lse = decode(q, k, v, Call(0.125))
+    out, lse = decode((q, k, v), Call(0.125))
     assert out.dtype == q.dtype and out.shape == q.shape and (out == 0).all()
     assert lse.shape == (2, 8, 4) and (lse == -torch.inf).all()
 
@@ -118,7 +118,7 @@ def test_decode_reads_a_cache_through_its_strides():
     q, k, v = qkv(2, 200, 8, 2, 80, torch.float32)
     heads_first = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
     parts = [heads_first[0], heads_first[1][:, 30:171], v[:, 30:171]]
-    assert_full_attention(decode(*parts, Call(0.1), splits=2), *parts, 0.1, 1e-6)
+    assert_full_attention(decode(parts, Call(0.1), splits=2), *parts, 0.1, 1e-6)
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -126,7 +126,10 @@ def test_fp32_results_over_shards_of_the_keys_merge_to_the_whole(splits):
     q, k, v = qkv(1, 150, 8, 1, 64, torch.float16)
     cuts = [0, 40, 40, 149, 150]
     outs, lses = zip(
-        *(decode(q, k[:, a:b], v[:, a:b], Call(0.125), splits=splits, into=empty_result(q)) for a, b in pairwise(cuts)),
+        *(
+            decode((q, k[:, a:b], v[:, a:b]), Call(0.125), splits=splits, into=empty_result(q))
+            for a, b in pairwise(cuts)
+        ),
         strict=True,
     )
     assert all(out.dtype == torch.float32 for out in outs)
@@ -136,7 +139,7 @@ def test_fp32_results_over_shards_of_the_keys_merge_to_the_whole(splits):
 
 def test_large_scores_neither_overflow_nor_vanish_in_decode():
     q, k, v = qkv(1, 140, 8, 1, 64, torch.float32)
-    assert_full_attention(decode(q, k, v, Call(50.0), splits=2), q, k, v, 50.0, 1e-5)
+    assert_full_attention(decode((q, k, v), Call(50.0), splits=2), q, k, v, 50.0, 1e-5)
 
 
 def test_the_number_of_splits_fills_the_gpu_with_splits_that_are_long_enough():
@@ -182,7 +185,7 @@ def test_decode_under_bands_with_softcap_and_value_heads_of_another_size(mask, n
     for softcap in (None, 2.0):
         expected = attention(q.double(), k.double(), v.double(), 0.5, kept(mask, n_queries, n_keys), softcap)
         for splits in (1, 3):
-            out, lse = decode(q, k, v, Call(0.5, mask, softcap=softcap), splits=splits)
+            out, lse = decode((q, k, v), Call(0.5, mask, softcap=softcap), splits=splits)
             assert out.shape == (1, n_queries, 2, 40) and relative(out, expected[0]) < 2e-6
             assert_lse(lse, expected[1], 2e-6)
 
@@ -193,7 +196,7 @@ def test_a_window_reads_its_own_keys_only():
     expected = attention(q.double(), k.double(), v.double(), 0.2, kept(Band(20, 0), 3, 300))
     for x in (k, v):
         x[:, : 300 - 23] = torch.nan
-    out, lse = decode(q, k, v, Call(0.2, Band(20, 0)), splits=2)
+    out, lse = decode((q, k, v), Call(0.2, Band(20, 0)), splits=2)
     assert relative(out, expected[0]) < 1e-6
     assert_lse(lse, expected[1], 1e-6)
 
@@ -211,7 +214,7 @@ def test_decode_over_elements_of_different_lengths_merges_over_shards(mask, n_qu
     parts = []
     for first, stop in ((0, 64), (64, 150)):
         call = Call(0.3, mask, lengths=KvLengths(lengths, first, 150))
-        parts.append(decode(q, k[:, first:stop], v[:, first:stop], call, splits=3, into=empty_result(q)))
+        parts.append(decode((q, k[:, first:stop], v[:, first:stop]), call, splits=3, into=empty_result(q)))
     outs, lses = zip(*parts, strict=True)
     out, lse = merge_n(torch.stack(outs), torch.stack(lses))
     for b, n in enumerate(held):
@@ -226,7 +229,7 @@ def test_a_tree_reads_lengths_that_changed_in_place():
     q, k, v = qkv(1, 40, 4, 2, 16, torch.float32)
     call, lengths = Call(0.25, Band(9, 0)), torch.tensor([[3, 0], [40, 0]])[:, 0]  # strided, int64
     for _ in range(2):
-        out, lse = decode(q, k, v, replace(call, lengths=KvLengths(lengths, 0, 40)))
+        out, lse = decode((q, k, v), replace(call, lengths=KvLengths(lengths, 0, 40)))
         expected = make("tree", kernel="decode")(
             q, k, v, scale=0.25, window=(9, 0), kv_lengths=lengths, return_lse=True
         )

@@ -55,8 +55,8 @@ def test_decode_matches_plain_attention(dtype, seed, head_dim, n_queries, n_keys
     scale = head_dim**-0.5
     expected = plain(q, k, v, scale, FULL)
     for splits in (None, 1, 3, 40):
-        assert_close(decode(q, k, v, Call(scale), splits=splits), expected, dtype)
-        assert_close(decode(q, k, v, Call(scale), splits=splits, into=empty_result(q)), expected, dtype)
+        assert_close(decode((q, k, v), Call(scale), splits=splits), expected, dtype)
+        assert_close(decode((q, k, v), Call(scale), splits=splits, into=empty_result(q)), expected, dtype)
 
 
 @every_half
@@ -64,7 +64,7 @@ def test_decode_matches_plain_attention(dtype, seed, head_dim, n_queries, n_keys
 def test_decode_over_a_long_cache_with_heads_first(dtype, heads, kv_heads):
     q, k, v = qkv(2, 20001, heads, kv_heads, 128, dtype, 0, batch=1)
     k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (k, v))
-    assert_close(decode(q, k, v, Call(0.3)), plain(q, k, v, 0.3, FULL), dtype)
+    assert_close(decode((q, k, v), Call(0.3)), plain(q, k, v, 0.3, FULL), dtype)
 
 
 @every_dtype
@@ -77,7 +77,7 @@ def test_decode_under_bands_with_softcap_and_value_heads_of_another_size(dtype, 
         keep = kept(mask, n_queries, n_keys, "cuda")
         expected = attention(q.double(), k.double(), v.double(), 0.3, keep, softcap)
         for splits in (None, 3):
-            assert_close(decode(q, k, v, Call(0.3, mask, softcap=softcap), splits=splits), expected, dtype)
+            assert_close(decode((q, k, v), Call(0.3, mask, softcap=softcap), splits=splits), expected, dtype)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, Band(100, 0)], ids=str)
@@ -107,7 +107,7 @@ def test_decode_reaches_beyond_two_to_the_31_elements():
     v = torch.zeros_like(k)
     q = torch.ones(1, 1, heads, head_dim, dtype=torch.bfloat16, device="cuda")
     k[:, -8:], v[:, -8:] = 1, 3
-    out, lse = decode(q, k, v, Call(1.0))
+    out, lse = decode((q, k, v), Call(1.0))
     assert (out == 3).all() and torch.allclose(lse, torch.full_like(lse, 128 + 2.0794415))
 
 
@@ -311,4 +311,4 @@ def test_a_decode_whose_cache_grows_stays_right():
     q = normal(2, 1, 16, 128, dtype=torch.bfloat16, seed=2, device="cuda")
     for n_keys in (1, 2, 1600, 1601, 1616, 2047, 2048, 1, 4095, 4096):
         k, v = (x[:, :n_keys] for x in cache)
-        assert_close(decode(q, k, v, Call(128**-0.5)), plain(q, k, v, 128**-0.5, FULL), torch.bfloat16)
+        assert_close(decode((q, k, v), Call(128**-0.5)), plain(q, k, v, 128**-0.5, FULL), torch.bfloat16)
