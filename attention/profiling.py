@@ -11,8 +11,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from statistics import mean, pstdev
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,41 +23,29 @@ WHOLE = "pass"  # the phase that is the whole pass
 KINDS = ("comp_", "wait_", "comm_")  # in the order of tables
 
 
-class Span(Protocol):
-    """One timed execution of one phase."""
+class Span:
+    """One timed execution of one phase: on CUDA two events on the current stream. Their times are read later, so that recording
+    synchronises nothing."""
 
-    name: str
-    step: int
+    def __init__(self, name: str, step: int, cuda: bool):
+        self.name, self.step, self.cuda = name, step, cuda
+        self.begin = self._now()
+
+    def _now(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def end(self) -> None:
+        self.finish = self._now()
 
     def since(self, mark: Any) -> tuple[float, float]:
         """(begin, end) in ms after `mark`: a perf_counter_ns on a CPU, an event on CUDA."""
-
-
-class _CpuSpan:
-    def __init__(self, name: str, step: int):
-        self.name, self.step, self.begin, self.finish = name, step, time.perf_counter_ns(), 0
-
-    def end(self) -> None:
-        self.finish = time.perf_counter_ns()
-
-    def since(self, mark: int) -> tuple[float, float]:
+        if self.cuda:
+            return mark.elapsed_time(self.begin), mark.elapsed_time(self.finish)
         return (self.begin - mark) / 1e6, (self.finish - mark) / 1e6
-
-
-class _CudaSpan:
-    """Two events on the current stream. Their times are read later, so that recording synchronises nothing."""
-
-    def __init__(self, name: str, step: int):
-        self.name, self.step = name, step
-        self.begin = torch.cuda.Event(enable_timing=True)
-        self.finish = torch.cuda.Event(enable_timing=True)
-        self.begin.record()
-
-    def end(self) -> None:
-        self.finish.record()
-
-    def since(self, mark: torch.cuda.Event) -> tuple[float, float]:
-        return mark.elapsed_time(self.begin), mark.elapsed_time(self.finish)
 
 
 class Recorder:
@@ -65,7 +54,7 @@ class Recorder:
 
     def __init__(self, device: torch.device, annotate: Callable[[str], AbstractContextManager[Any]] | None = None):
         self.spans: list[Span] = []
-        self.span = _CudaSpan if device.type == "cuda" else _CpuSpan
+        self.span = partial(Span, cuda=device.type == "cuda")
         self.annotate = annotate or nullcontext
         self.layer: _Phase | None = None  # the one whose backward is going on
 
@@ -115,13 +104,13 @@ def record() -> Iterator[Phases]:
     The phases are complete when the block ends. On CUDA their times are those between events on the current stream, and
     the end waits for the device. CUDA graphs are off meanwhile."""
     phases, recorder = Phases(), Recorder(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
-    whole: Any = recorder.span(WHOLE, NO_STEP)
+    whole = recorder.span(WHOLE, NO_STEP)
     try:
         with recording(recorder):
             yield phases
     finally:
         whole.end()
-        if isinstance(whole, _CudaSpan):
+        if whole.cuda:
             torch.cuda.synchronize()
         for span in [*recorder.spans, whole]:
             begin, end = span.since(whole.begin)

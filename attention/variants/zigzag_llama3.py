@@ -27,8 +27,6 @@ class ZigzagLlama3Options(GatherOptions):
     own_first: bool | None = one_of((True, False), None)
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
-        if self.own_first not in (None, True, False):
-            raise ValueError(f"own_first={self.own_first}: must be true, false or null")
         super().check(heads, kv_heads, world)
         if self.own_first and self.grouping != "separate":
             raise ValueError(
