@@ -291,7 +291,7 @@ def test_a_block_of_a_users_is_in_the_tables_of_a_run_on_each_rank(late_rank, ca
     assert {(row["rank"], row["pass"]) for row in mine} == {(0, "forward"), (1, "forward")}
     found = late_rank["phases"]["forward"]
     assert 0 < found["phases"]["mine"]["ms"] <= found["phases"]["comp_block"]["ms"]
-    display._phases("forward", parsed(PassPhases, found))
+    display._phases("forward", parsed(PassPhases, found), True)
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.strip().startswith("mine")]
     assert "overlaps" in line
 
