@@ -22,7 +22,7 @@ from attention.executors.keys import Arriving, KeyPair, LocalKeys
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.intervals import length, side_by_side
 from attention.geometry.transfers import gathered
-from attention.gpu.priority_stream import PriorityStream
+from attention.gpu.streams import PriorityStream
 from attention.kernels.interface import Grads, Triple
 from attention.masks.band import Interval, Intervals
 from attention.profiling import phase

@@ -17,7 +17,7 @@ from attention.geometry.intervals import joined, length, side_by_side
 from attention.geometry.layouts import CuSeqlens, sizes_of
 from attention.geometry.schedules import Block, Problem, Step, Subproblem, steps
 from attention.geometry.transfers import Move, Route, gather_move, query_move, step_routes
-from attention.gpu.priority_stream import Inline, PriorityStream
+from attention.gpu.streams import Inline, PriorityStream
 from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel
 from attention.kernels.interface import KvLengths

@@ -23,7 +23,7 @@ from attention.executors.policy import ring_parts
 from attention.geometry.intervals import length
 from attention.geometry.layouts import largest
 from attention.geometry.merge_plan import MergePlan, merge_plan
-from attention.gpu.priority_stream import PriorityStream
+from attention.gpu.streams import PriorityStream
 from attention.kernels.interface import Grads, Triple
 from attention.masks.band import Intervals
 from attention.profiling import phase

@@ -61,12 +61,12 @@ class GraphReplay:
         results = run(*inputs)
         if known:
             self._capture(form, run, inputs)
-            return results
-        while len(self.graphs) >= MOST:
-            oldest = self.graphs.pop(next(iter(self.graphs)))
-            if isinstance(oldest, _Graph):
-                oldest.finish()
-        self.graphs[form] = None
+        else:
+            while len(self.graphs) >= MOST:
+                oldest = self.graphs.pop(next(iter(self.graphs)))
+                if isinstance(oldest, _Graph):  # its replays must be over before its memory is free
+                    torch.cuda.synchronize(oldest.place.device)
+            self.graphs[form] = None
         return results
 
     def _capture(self, form: Hashable, run: Run, inputs: Sequence[Tensor]) -> None:
@@ -96,12 +96,6 @@ class _Place:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         self.done = torch.cuda.Event()
-
-    def enter(self) -> None:
-        current(self.device).wait_event(self.done)
-
-    def leave(self) -> None:
-        self.done.record(current(self.device))
 
 
 class _Graph:
@@ -148,22 +142,20 @@ class _Graph:
         except RuntimeError:
             index, pool = self.place.device.index, self.place.pool
             with suppress(RuntimeError):
-                private.end_pool(index, pool)
+                private.end_allocation(index, pool)
+                private.release_pool(index, pool)
 
     def replay(self, inputs: Sequence[Tensor], copy_all: Copies) -> tuple[Tensor, ...]:
+        now = current(self.place.device)
         with torch.no_grad():
-            self.place.enter()
+            now.wait_event(self.place.done)
             copy_all(zip(self.inputs, inputs, strict=True))
             self.graph.replay()
             fresh = [torch.empty_like(x) for x in self.made]
             copy_all(zip(fresh, self.made, strict=True))
-            self.place.leave()
+            self.place.done.record(now)
         every = *inputs, *fresh
         return tuple([every[i] for i in self.positions])
-
-    def finish(self) -> None:
-        """Returns when its replays are over, so that its memory is free."""
-        torch.cuda.synchronize(self.place.device)
 
 
 def held_bytes(device: torch.device) -> int:

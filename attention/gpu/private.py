@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from types import FunctionType, ModuleType, SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -21,23 +21,19 @@ from attention.errors import UnsupportedCall
 
 P = ParamSpec("P")
 R = TypeVar("R")
-StreamId = tuple[int, int, int]  # stream_id, device_index and device_type, as `torch.cuda.Stream` takes them
 
 
+@dataclass
 class Private(Generic[P, R]):
     """A private interface as a function.
 
     name: where it is. public: the function that replaces it; None: it is refused with a RuntimeError. instead: what the
     warning or the error says. adapt: makes the function from the interface, and raises if that has changed."""
 
-    def __init__(
-        self,
-        name: str,
-        public: Callable[P, R] | None = None,
-        instead: str = "install a PyTorch that pyproject.toml allows",
-        adapt: Callable[[Any], Callable[P, R]] = lambda interface: interface,
-    ):
-        self.name, self.public, self.instead, self.adapt = name, public, instead, adapt
+    name: str
+    public: Callable[P, R] | None = None
+    instead: str = "install a PyTorch that pyproject.toml allows"
+    adapt: Callable[[Any], Callable[P, R]] = lambda interface: interface
 
     @cached_property
     def function(self) -> Callable[P, R]:
@@ -57,26 +53,13 @@ class Private(Generic[P, R]):
 # devices and streams
 
 
-def _pool_ender(functions: Any) -> Callable[[int, Any], None]:
-    end, release = functions._cuda_endAllocateToPool, functions._cuda_releasePool
-
-    def end_pool(index: int, pool: Any) -> None:
-        end(index, pool)
-        release(index, pool)
-
-    return end_pool
-
-
 current_device = Private("torch._C._cuda_getDevice", torch.cuda.current_device, "its public form is used")
-stream_id: Private[[int], StreamId] = Private("torch._C._cuda_getCurrentStream")
+# stream_id, device_index and device_type, as `torch.cuda.Stream` takes them
+stream_id: Private[[int], tuple[int, int, int]] = Private("torch._C._cuda_getCurrentStream")
 set_stream: Private[[int, int, int], None] = Private("torch._C._cuda_setStream")
 raw_stream: Private[[int], int] = Private("torch._C._cuda_getCurrentRawStream")
-end_pool: Private[[int, Any], None] = Private(
-    "torch._C",
-    lambda index, pool: None,
-    "the memory of a CUDA graph whose capture broke is not given back",
-    _pool_ender,
-)
+end_allocation: Private[[int, Any], None] = Private("torch._C._cuda_endAllocateToPool")
+release_pool: Private[[int, Any], None] = Private("torch._C._cuda_releasePool")
 # keeps the current stream busy for so many GPU cycles
 sleep_cycles: Private[[int], None] = Private("torch.cuda._sleep", None, "the GPU can't be kept busy")
 
@@ -204,17 +187,17 @@ launch_compiled = Private(
 
 
 @contextmanager
-def replaced_modules(modules: Mapping[str, ModuleType | None]) -> Iterator[None]:
-    """Within the context, importing one of the dotted names gives this module, or with None fails. Afterwards sys.modules is
-    as before."""
-    before = {name: sys.modules[name] for name in modules if name in sys.modules}
-    sys.modules.update(cast(dict[str, ModuleType], modules))
+def replaced(mapping: MutableMapping[str, Any], entries: Mapping[str, Any]) -> Iterator[None]:
+    """Within the context, the mapping has these entries; afterwards it is as before. In sys.modules, importing one of the
+    dotted names gives this module, or with None fails."""
+    before = {name: mapping[name] for name in entries if name in mapping}
+    mapping.update(entries)
     try:
         yield
     finally:
-        for name in modules:
-            del sys.modules[name]
-        sys.modules.update(before)
+        for name in entries:
+            mapping.pop(name, None)
+        mapping.update(before)
 
 
 class Functions:
@@ -232,26 +215,20 @@ class Functions:
         for name, *parameters in self.names.values():
             if not hasattr(module, name):
                 return f"{module.__name__} has no {name}: {self.instead}"
-            taken = _parameters(getattr(module, name))
-            gone = [x for x in parameters if taken is not None and x not in taken]
-            if gone:
-                return f"{module.__name__}.{name} has no parameter {gone[0]}: {self.instead}"
+            try:
+                signature = inspect.signature(getattr(module, name))
+            except (TypeError, ValueError):  # the function does not tell its parameters
+                continue
+            try:
+                signature.bind_partial(**dict.fromkeys(parameters))
+            except TypeError as error:
+                return f"{module.__name__}.{name} {error}: {self.instead}"
         return None
 
 
-def _parameters(function: Any) -> set[str] | None:
-    """The names of a function's parameters; None where any may be given, or the function does not tell."""
-    try:
-        parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return None
-    return None if any(x.kind is x.VAR_KEYWORD for x in parameters.values()) else set(parameters)
-
-
-_BAND = ("softmax_scale", "causal", "window_size_left", "window_size_right")
 FLASH3 = Functions(
     "kernel=flash3 is refused",
-    forward=("_flash_attn_forward", *_BAND),
+    forward=("_flash_attn_forward", "softmax_scale", "causal", "window_size_left", "window_size_right"),
     backward=("_flash_attn_backward", "dq", "dk", "dv", "softmax_scale", "is_causal", "deterministic"),
 )
 FLASH4 = Functions("kernel=flash4 is refused", forward=("_flash_attn_fwd",), backward=("_flash_attn_bwd",))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -56,7 +57,7 @@ def operators() -> tuple[Any, str | None]:
     if importlib.util.find_spec("xformers") is None:
         return None, f"needs the package xformers: {INSTALL}"
     try:
-        with private.replaced_modules({"flash_attn": None}):
+        with private.replaced(sys.modules, {"flash_attn": None}):
             flash = importlib.import_module("xformers.ops.fmha.flash")
         both = [getattr(flash, name) for name in private.XFORMERS]
         for operator, names in zip(both, private.XFORMERS.values(), strict=True):

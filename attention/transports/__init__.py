@@ -10,8 +10,8 @@ import torch.distributed as dist
 from attention.errors import UnsupportedCall
 from attention.gpu.private import backend, default_group
 from attention.transports.collective import Collective
+from attention.transports.fabric import Mailboxes
 from attention.transports.interface import Handle, Message, Messages, Publication, Transport
-from attention.transports.mailboxes import Mailboxes
 from attention.transports.queues import CudaQueue, HostQueue
 from attention.transports.symmetric import Symmetric, captures_undone, held_bytes, pool_of, release
 
@@ -83,9 +83,8 @@ def select(name: str, device: torch.device, group: dist.ProcessGroup | None) -> 
 
 
 def mailboxes(transport: Transport, pieces: int, device: torch.device) -> Mailboxes:
-    """Memory for so many pieces of partial results. Raises UnsupportedCall without symmetric memory on CUDA."""
-    if not isinstance(transport, Collective) or device.type != "cuda":
-        raise UnsupportedCall("reduce=fused: needs CUDA GPUs with symmetric memory; reduce=packed works here")
+    """Memory on a GPU for so many pieces of partial results. Raises UnsupportedCall without symmetric memory."""
+    assert isinstance(transport, Collective)
     pool = pool_of(transport.group or default_group(), device)
     if isinstance(pool, str):
         raise UnsupportedCall(f"reduce=fused: {pool}; reduce=packed works here")

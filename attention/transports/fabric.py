@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from attention.geometry.mailbox import Mailbox
 from attention.gpu import private
 from attention.gpu.cuda_driver import WORD, function
 from attention.gpu.streams import on_device
@@ -62,7 +63,7 @@ class Copy:
     rows: int
 
     @cached_property
-    def parameters(self) -> ctypes.Array[ctypes.c_uint64]:
+    def parameters(self) -> Any:
         """CUDA_MEMCPY2D, without the addresses: of source and target each x, y, the memory's type, its address on the host, its
         address (words 4 and 11), an array and the pitch; then the width and the rows."""
         source, target = ((0, 0, UNIFIED, 0, 0, 0, pitch) for pitch in (self.source_pitch, self.target_pitch))
@@ -99,8 +100,8 @@ class HostFabric:
         """Makes the copies on the current stream. targets: the addresses of the tensors. source: the address of the remote
         rank's publication."""
         for x in copies:
+            target, start = targets[x.into] + x.target, source + x.source
             for row in range(x.rows):
-                target, start = targets[x.into] + x.target, source + x.source
                 ctypes.memmove(target + row * x.target_pitch, start + row * x.source_pitch, x.width)
 
     def use(self, flags: Shared) -> None:
@@ -154,17 +155,11 @@ class CudaFabric:
 
     def allocate(self, size: int) -> Shared:
         group = self.remote.group
-        before = os.environ.get(NO_MULTICAST)
-        os.environ[NO_MULTICAST] = "1"
-        try:
+        with private.replaced(os.environ, {NO_MULTICAST: "1"}):  # the caller's own symmetric memory may use multicast
             with together(group):
                 buffer = private.symmetric_empty((size,), dtype=torch.uint8, device=self.device)
             with together(group):
                 handle = private.symmetric_rendezvous(buffer, group.group_name)
-        finally:  # the caller's own symmetric memory may use multicast
-            del os.environ[NO_MULTICAST]
-            if before is not None:
-                os.environ[NO_MULTICAST] = before
         buffer.zero_()
         self.settle()
         by_rank = [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.remote.world)]
@@ -249,12 +244,30 @@ def check_reach(group: dist.ProcessGroup, device: torch.device) -> None:
         if len({host for host, _ in places}) > 1:
             raise RuntimeError("the ranks are on several hosts")
         for _, index in places:
-            if device.type == "cuda" and index != device.index and not _reads(device, index):
+            # raises where this rank does not see that GPU
+            if index != device.index and not torch.cuda.can_device_access_peer(device, index):
                 raise RuntimeError(f"GPU {device.index} cannot read the memory of GPU {index}")
 
 
-def _reads(device: torch.device, other: int) -> bool:
-    try:
-        return torch.cuda.can_device_access_peer(device, other)
-    except (AssertionError, RuntimeError):  # this rank does not see that GPU
-        return False
+class Mailboxes:
+    """Memory in the layout `box` on every rank, for our kernels that write into that of remote ranks."""
+
+    def __init__(self, box: Mailbox, shared: Shared, remote: Remote):
+        self.box, self.shared = box, shared
+        memory = DeviceMemory(shared.by_rank[remote.rank].view(torch.int32), box.capacity)
+        marks = range(box.marks, box.numel)
+        self.watch = start(Watch(memory, remote, marks, partial(wait_of, box, memory, remote.others)))
+
+    @property
+    def addresses(self) -> int:
+        """The device address of a table with every rank's address."""
+        _, handle = self.shared.owner
+        table: int = handle.buffer_ptrs_dev
+        return table
+
+
+def wait_of(box: Mailbox, memory: DeviceMemory, others: list[int], mark: int) -> Wait:
+    """What a kernel of this rank waits for that has set this mark."""
+    piece = mark - box.marks
+    (turn,) = memory.read(box.turns + piece, 1).tolist()
+    return {rank: box.flag(turn, rank, piece) for rank in others}, "to write its partial results"

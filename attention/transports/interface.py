@@ -6,14 +6,14 @@ wait for it. The transfer is recorded as the phase `comm_*`, waiting for it as `
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from attention.agreement import Calls
-from attention.gpu.priority_stream import Inline, PriorityStream
+from attention.gpu.streams import Inline, PriorityStream
 from attention.masks.band import Intervals
 
 
@@ -30,13 +30,14 @@ class Message:
     into: int = 0
 
 
+@dataclass(eq=False)
 class Messages:
     """The messages of one pull; both ends list them in the same order. `known` caches what a transport derives from
     them, as long as the object is reused."""
 
-    def __init__(self, sends: Iterable[Message], receives: Iterable[Message]):
-        self.sends, self.receives = tuple(sends), tuple(receives)
-        self.known: dict[Any, Any] = {}
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+    known: dict[Any, Any] = field(default_factory=dict)
 
 
 class Handle:

@@ -54,7 +54,7 @@ class HostQueue:
 
     def __init__(self) -> None:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="transport")
-        self.failed: Future[object] | None = None  # the first failure of a `then`, until it is raised
+        self.pending: list[Future[object]] = []  # by `then`, in order, until what they raised is raised
 
     def issue(
         self,
@@ -80,16 +80,11 @@ class HostQueue:
 
     def moment(self) -> Moment | None:
         """The current point in the caller's work, for `since`; None on a CPU."""
-        return None
 
     def then(self, run: Work) -> None:
         """Starts `run` after all issued work; it waits for nothing else. If it raises, the next `issue`, `join` or wait
         for a handle raises."""
-        self.thread.submit(run).add_done_callback(self._done)
-
-    def _done(self, future: Future[object]) -> None:
-        if future.exception() is not None and self.failed is None:
-            self.failed = future
+        self.pending.append(self.thread.submit(run))
 
     def aside(self, run: Work) -> None:
         """Starts a small `run` after all earlier work of the caller; later work need not wait for it."""
@@ -100,9 +95,8 @@ class HostQueue:
 
     def join(self) -> None:
         """In a capture: the graph includes all work that was started here."""
-        if self.failed is not None:
-            failed, self.failed = self.failed, None
-            failed.result()
+        while self.pending and self.pending[0].done():
+            self.pending.pop(0).result()
 
 
 class CudaQueue:
@@ -136,8 +130,7 @@ class CudaQueue:
             self.stream.wait_event(since)
         with self.on:
             run()
-        done = self.spare.pop() if self.spare else torch.cuda.Event()
-        done.record(self.stream)
+        done = self.stream.record_event(self.spare.pop() if self.spare else None)
         return Transfer(self, [done], what, step, after, list(tensors))
 
     def wait(self, started: list[torch.cuda.Event]) -> None:
@@ -149,9 +142,7 @@ class CudaQueue:
     def check(self, started: list[torch.cuda.Event]) -> None: ...
 
     def moment(self) -> Moment:
-        event = torch.cuda.Event()
-        event.record(current(self.device))
-        return event
+        return current(self.device).record_event()
 
     def then(self, run: Work) -> None:
         within = capturing(self.device)

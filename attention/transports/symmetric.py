@@ -8,6 +8,7 @@ counters, so a call can be captured in a CUDA graph and replayed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,7 @@ from torch import Tensor
 from attention.batched_copy import copy_all
 from attention.geometry.mailbox import Mailbox
 from attention.gpu import cuda_graphs
-from attention.gpu.priority_stream import CudaPriorityStream, Inline, PriorityStream
-from attention.gpu.streams import capturing, current
+from attention.gpu.streams import CudaPriorityStream, Inline, PriorityStream, capturing, current
 from attention.profiling import phase
 from attention.tensors import TOKENS
 from attention.transports.collective import Collective
@@ -34,19 +34,19 @@ from attention.transports.fabric import (
     CudaFabric,
     Fabric,
     HostFabric,
+    Mailboxes,
     Operation,
     Shared,
     check_reach,
     together,
 )
 from attention.transports.interface import Handle, Message, Messages, Publication
-from attention.transports.mailboxes import Mailboxes
 from attention.transports.queues import CudaQueue, HostQueue, Moment, Queue
 
 MOST_RINGS = 32  # kinds of publications: kv, dkv, ...
 # the number of slots, for kinds that a call publishes again before remote ranks have read the last one; others have 1
 DEPTHS = {"dkv": 2, "out": 2, "dqkv": 2}
-MOST_SLOTS = max(DEPTHS.values())
+MOST_SLOTS = 2
 ALIGNMENT = 256
 MOST_PITCH = 2**31 - 1  # bytes between the rows of a copy
 MOST_VIEWS = 64  # of one memory that are cached
@@ -84,18 +84,12 @@ class Flags:
     await_done: Operation  # await and reset the flags of all remote ranks
 
 
-@dataclass
-class BufferRing:
-    """The slots of one kind of publication, used in turn. All ranks use the slots in the same order and at the same offsets, so
-    all ranks must make the same publications in the same order."""
-
-    flags: list[Flags]  # by slot
-    turn: int = 0  # the slot of the last publication of this call
-
-
 class BufferPool:
     """The buffer rings of a group and device, shared by all functions over the group. For one thread at a time. No flag
-    guards a rank's reads of its own publications. So its calls run one after another, even on several streams."""
+    guards a rank's reads of its own publications. So its calls run one after another, even on several streams.
+
+    A ring has the slots of one kind of publication, used in turn. All ranks use the slots in the same order and at the same
+    offsets, so all ranks must make the same publications in the same order."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device):
         self.device = device
@@ -106,7 +100,8 @@ class BufferPool:
             self.queue: Queue = CudaQueue(device) if cuda else HostQueue()
             self.priority_stream: PriorityStream = CudaPriorityStream(device) if cuda else Inline(apart=True)
         self.remote = self.fabric.remote
-        self.rings: dict[str, BufferRing] = {}
+        self.flags: dict[str, list[Flags]] = {}  # by kind and slot
+        self.turns: Counter[str] = Counter()  # by kind, the publications of this call
         self.filling: dict[str, _SlotPublication] = {}  # publications that have a slot but are not published yet
         self.mailboxes: Mailboxes | None = None
         self.memory: dict[str, Shared] = {}  # of rings, by kind, and of mailboxes
@@ -148,20 +143,18 @@ class BufferPool:
             fabric.awaiting({other: done[other] for other in remote.others}, f"to be done with this rank's {what}"),
         )
 
-    def ring(self, what: str, size: int) -> tuple[BufferRing, Shared]:
-        """The buffer ring of a kind and its memory, for slots of at least `size` bytes. If it must grow, all ranks must call
+    def ring(self, what: str, size: int) -> tuple[list[Flags], Shared]:
+        """The flags of a kind's slots and the memory, for slots of at least `size` bytes. If it must grow, all ranks must call
         this."""
-        if what not in self.rings:
-            slots = range(DEPTHS.get(what, 1))
-            self.rings[what] = BufferRing([self._flags(what, len(self.rings), slot) for slot in slots])
-        ring, shared = self.rings[what], self.memory.get(what)
-        depth = len(ring.flags)
-        if shared is None or size * depth > shared.nbytes:
+        if what not in self.flags:
+            self.flags[what] = [self._flags(what, len(self.flags), slot) for slot in range(DEPTHS.get(what, 1))]
+        flags, shared = self.flags[what], self.memory.get(what)
+        if shared is None or size * len(flags) > shared.nbytes:
             # a decode's KV cache grows slowly: reallocate seldom
-            grown = shared.nbytes // depth * 5 // 4 // ALIGNMENT * ALIGNMENT if shared else 0
+            grown = shared.nbytes // len(flags) * 5 // 4 // ALIGNMENT * ALIGNMENT if shared else 0
             del shared
-            shared = self.allocate(what, max(size, grown) * depth)
-        return ring, shared
+            shared = self.allocate(what, max(size, grown) * len(flags))
+        return flags, shared
 
     def mailboxes_for(self, pieces: int) -> Mailboxes:
         """Memory for at least so many pieces of partial results. If it must grow, all ranks must call this."""
@@ -182,13 +175,12 @@ class BufferPool:
         if capturing(self.device):
             if self.filling:
                 raise RuntimeError("an earlier call raised an exception: call once more before a capture")
-        elif self.device.type == "cuda":
+        elif self.device.index is not None:  # a GPU
             now = current(self.device)
             if self.caller is not None and self.caller.stream_id != now.stream_id:
                 now.wait_stream(self.caller)
             self.caller = now
-        for ring in self.rings.values():
-            ring.turn = 0
+        self.turns.clear()
         while self.filling:
             _, left = self.filling.popitem()
             if not left.captured:  # a failed capture enqueued nothing
@@ -290,13 +282,14 @@ class _SlotPublication(Publication):
     ):
         self.transport, self.what, self.pool = transport, what, transport.pool
         self.arranged = arrange(tuple(map(tuple, shapes)), tokens, dtype)
-        pool, (ring, self.shared) = self.pool, self.pool.ring(what, self.arranged.size)
+        pool, (flags, self.shared) = self.pool, self.pool.ring(what, self.arranged.size)
         self.captured = capturing(pool.device)
         if self.captured:
             pool.captured.add(self.shared)
             pool.queue.settle()  # a graph runs branches in any order: the wait below must follow this rank's signals
-        ring.turn = (ring.turn + 1) % len(ring.flags)
-        self.flags, self.at = ring.flags[ring.turn], ring.turn * (self.shared.nbytes // len(ring.flags))
+        pool.turns[what] += 1
+        slot = pool.turns[what] % len(flags)
+        self.flags, self.at = flags[slot], slot * (self.shared.nbytes // len(flags))
         with phase(f"wait_room_{what}"):  # until remote ranks have read the slot's last content
             self.flags.await_done()
         self.unseen = list(pool.remote.others)  # whose "ready" was not awaited yet

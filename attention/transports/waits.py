@@ -199,8 +199,7 @@ def _side_stream(index: int) -> int:
 
 def end(why: str) -> None:
     """Prints the reason and ends the process, since its streams can no longer be trusted."""
-    sys.stderr.write(f"{why}\n")
-    sys.stderr.flush()
+    print(why, file=sys.stderr, flush=True)
     os.abort()
 
 
@@ -210,32 +209,31 @@ FAILURES = 5  # failed checks in a row after which a watch is given up
 def start(watch: Watch, end: Callable[[str], None] = end, interval_s: float = INTERVAL_S) -> Watch:
     """Checks the watch from a thread of its own, as long as it is in use. A check that fails is repeated; after several
     failures in a row the watch is given up, with a message. Returns the watch."""
-    threading.Thread(target=_check, args=(weakref.ref(watch), end, interval_s), name="waits", daemon=True).start()
-    return watch
+    reference = weakref.ref(watch)
 
-
-def _check(reference: weakref.ref[Watch], end: Callable[[str], None], interval_s: float) -> None:
-    if torch.cuda.is_available():  # this thread may call the driver while another captures a CUDA graph
-        relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
-        function("cuThreadExchangeStreamCaptureMode", 1)(ctypes.addressof(relaxed))
-    failures = 0
-    while True:
-        time.sleep(interval_s)
-        watch = reference()
-        if watch is None:
-            return
-        try:
-            why = watch.look(time.monotonic())
-            failures = 0
-        except Exception as error:
-            why = None
-            failures += 1
-            if failures == FAILURES:
-                with contextlib.suppress(OSError, ValueError):  # stderr is closed
-                    sys.stderr.write(
-                        f"transport=symm: waits are no longer watched ({error}); one that does not end will hang\n"
-                    )
+    def check() -> None:
+        if torch.cuda.is_available():  # this thread may call the driver while another captures a CUDA graph
+            relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+            function("cuThreadExchangeStreamCaptureMode", 1)(ctypes.addressof(relaxed))
+        failures, why = 0, None
+        while failures < FAILURES:
+            time.sleep(interval_s)
+            used = reference()
+            if used is None:
                 return
-        del watch
-        if why is not None:
-            end(why)
+            try:
+                why = used.look(time.monotonic())
+                failures = 0
+            except Exception as error:
+                failures, reason = failures + 1, str(error)
+            del used
+            if why is not None:
+                end(why)
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
+            print(
+                f"transport=symm: waits are no longer watched ({reason}); one that does not end will hang",
+                file=sys.stderr,
+            )
+
+    threading.Thread(target=check, name="waits", daemon=True).start()
+    return watch

@@ -24,7 +24,7 @@ from attention.geometry.intervals import length
 from attention.geometry.layouts import sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem
-from attention.gpu.priority_stream import Inline
+from attention.gpu.streams import Inline
 from attention.kernels.fit import dense_like
 from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
 from attention.kernels.scratch import backward_scratch

@@ -7,6 +7,7 @@ takes a GPU some 30 µs for 64 MB."""
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from attention.gpu.private import replaced_modules
+from attention.gpu.private import replaced
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band
 
@@ -109,7 +110,7 @@ def stand_ins(contents: Mapping[str, Mapping[str, Any]]) -> AbstractContextManag
     for name, names in contents.items():
         modules[name] = module = ModuleType(name)
         module.__dict__.update(names)
-    return replaced_modules(modules)
+    return replaced(sys.modules, modules)
 
 
 def let_gloo_send_to_itself(ring_comm: type) -> None:

@@ -2,6 +2,7 @@
 (test_symmetric_gpu)."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,10 +22,11 @@ CPU = torch.device("cpu")
 def begin(): ...
 
 
+synchronized = []
+
+
 class Again(graphs._Graph):
     """A replay runs again, and writes into what the capture made."""
-
-    dropped = 0
 
     def _captured(self, run):
         def replay():
@@ -35,17 +37,10 @@ class Again(graphs._Graph):
         self.graph = type("Graph", (), {"replay": staticmethod(replay)})()
         return run(*self.inputs)
 
-    def finish(self):
-        Again.dropped += 1
-
 
 class Place:
     def __init__(self, device):
-        self.device, self.pool = device, (0, 1)
-
-    def enter(self): ...
-
-    def leave(self): ...
+        self.device, self.pool, self.done = device, (0, 1), Mock()
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +48,9 @@ def runs_for_captures(monkeypatch):
     monkeypatch.setattr(graphs, "_Graph", Again)
     monkeypatch.setattr(graphs, "_Place", Place)
     monkeypatch.setattr(graphs, "capturing", lambda device: False)
+    monkeypatch.setattr(graphs, "current", Mock())
     monkeypatch.setattr(replay_option, "graphs_obstacle", lambda *given: None)
-    Again.dropped = 0
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
 
 
 def captured(replays: graphs.GraphReplay) -> list[bool]:
@@ -95,8 +91,9 @@ def test_names_and_shapes_have_graphs_of_their_own_and_the_oldest_makes_room(mon
             assert torch.equal(found, torch.full((n,), 2.0))
     assert captured(replays) == [True] * 3
     replays("a", begin, lambda x: (2 * x,), (torch.ones(2),))  # needed again, so the next oldest goes
+    before = len(synchronized)
     replays("c", begin, lambda x: (3 * x,), (torch.ones(2),))
-    assert Again.dropped == 1
+    assert len(synchronized) == before + 1
     assert captured(replays) == [True, True, False]
     assert {form[0] for form in replays.graphs} == {"a", "b", "c"} and len(replays.graphs) == 3
 

@@ -181,4 +181,4 @@ def test_a_packages_function_without_a_parameter_is_named_with_what_is_used_inst
     wrong = private.Functions("none is used", forward=("_gone",)).wrong(package)
     assert wrong == "flash has no _gone: none is used"
     wrong = private.Functions("none is used", forward=("_fwd", "causal")).wrong(package)
-    assert wrong == "flash._fwd has no parameter causal: none is used"
+    assert wrong == "flash._fwd got an unexpected keyword argument 'causal': none is used"

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from attention.geometry.mailbox import Mailbox
-from attention.transports.mailboxes import wait_of
+from attention.transports.fabric import wait_of
 from attention.transports.waits import FAILURES, IDLE, SEEN, WAITING, Remote, Watch, start, started
 from tests.jobs import shared_memory
 
