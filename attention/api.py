@@ -43,7 +43,7 @@ from attention.kernels.fit import fit
 from attention.masks.mask import Mask
 from attention.plan import Plans, Prepared, plan_of
 from attention.reduction.lse_merge import merge
-from attention.replay import check_old_option, check_replay
+from attention.replay import check_replay
 from attention.shard_check import check_shards
 from attention.tensors import TOKENS, token_indices
 from attention.transports import Transport
@@ -87,8 +87,7 @@ def make(
     Raises ValueError for an unknown name, kernel, transport or option."""
     group = process_group(group)
     rank_and_world(group)
-    check_old_option(options)
-    check_replay(replay)
+    check_replay(replay, options)
     _check_names(kernel, transport)
 
     def made(name: str, replay: str, options: Mapping[str, Any], check: bool = False) -> ContextParallel:

@@ -14,6 +14,7 @@ from attention.tensors import FEW, put_, take, tokens_contiguous
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 Form = tuple[torch.dtype, torch.Size, tuple[int, ...], tuple[int, ...]]
+WORDS: Form = (torch.int32, torch.Size(), (), ())  # of contiguous tensors
 MOST = 16  # pairs per kernel
 MOST_BYTES = 1 << 32  # per tensor: the kernel takes twice the number of words as an int32
 MOST_PROGRAMS = 65535  # the limit of a grid's last dimension
@@ -22,35 +23,24 @@ MOST_PROGRAMS = 65535  # the limit of a grid's last dimension
 def copy_all(pairs: Pairs) -> None:
     """Copies each pair (target, source) of one shape and device, in any dtypes and strides. No target may overlap a
     source."""
-    alike: dict[Form, list[tuple[Tensor, Tensor]]] = {}
-    plain: list[tuple[Tensor, Tensor]] = []
+    launches: dict[Form, list[tuple[Tensor, Tensor]]] = {}
     for target, source in pairs:
-        if not target.is_cuda or target.dtype != source.dtype or target.shape != source.shape:
-            target.copy_(source)
-        elif not source.numel():
-            continue
-        elif by_words(target, source):
-            plain.append((target, source))
-        else:
+        alike = target.is_cuda and target.dtype == source.dtype and target.shape == source.shape and source.numel()
+        if alike and by_words(target, source):
+            launches.setdefault(WORDS, []).append((target, source))
+        elif alike and by_kernel(source.shape, target.stride(), source.stride()):
             form = source.dtype, source.shape, target.stride(), source.stride()
-            alike.setdefault(form, []).append((target, source))
-    for (_, shape, *strides), found in alike.items():
-        if not by_kernel(shape, *strides):
-            for target, source in found:
-                target.copy_(source)
+            launches.setdefault(form, []).append((target, source))
+        else:
+            target.copy_(source)
+    for form, copies in launches.items():
+        if form is WORDS and len(copies) == 1:
+            copies[0][0].copy_(copies[0][1])
             continue
-        from attention.ops.rows import copy_triton
+        from attention.ops.rows import copy_triton, copy_words
 
-        for i in range(0, len(found), MOST):
-            copy_triton(found[i : i + MOST])
-    if len(plain) == 1:
-        target, source = plain[0]
-        target.copy_(source)
-    elif plain:
-        from attention.ops.rows import copy_words
-
-        for i in range(0, len(plain), MOST):
-            copy_words(plain[i : i + MOST])
+        for i in range(0, len(copies), MOST):
+            (copy_words if form is WORDS else copy_triton)(copies[i : i + MOST])
 
 
 def by_words(target: Tensor, source: Tensor) -> bool:
@@ -60,12 +50,14 @@ def by_words(target: Tensor, source: Tensor) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def by_kernel(shape: tuple[int, ...], *strides: tuple[int, ...]) -> bool:
+def by_kernel(shape: torch.Size, *strides: tuple[int, ...]) -> bool:
     """Whether our kernel copies `[B, S, H, D]` or `[T, H, D]` in these strides; contiguous copies are left to the
     driver."""
-    batch = shape[0] if len(shape) == 4 else 1
-    plain = all(_contiguous(shape, each) for each in strides)
-    return not plain and tokens_contiguous(shape, *strides) and MOST * batch <= MOST_PROGRAMS
+    batch, *_ = shape if len(shape) == 4 else (1,)
+    contiguous = torch.empty(shape, device="meta").stride()
+    return (
+        tokens_contiguous(shape, *strides) and any(x != contiguous for x in strides) and MOST * batch <= MOST_PROGRAMS
+    )
 
 
 def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) -> Pairs:
@@ -75,12 +67,3 @@ def moves(into: Tensor, x: Tensor, places: Sequence[tuple[Interval, Interval]]) 
         put_(into, tuple(there for _, there in places), take(x, tuple(here for here, _ in places)))
         return []
     return [(take(into, (there,)), take(x, (here,))) for here, there in places]
-
-
-def _contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    expected = 1
-    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if n != 1 and stride != expected:
-            return False
-        expected *= n
-    return True

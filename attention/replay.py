@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from attention.errors import UnsupportedCall
-from attention.executors.plan import Plan
-from attention.executors.policy import replay_error
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.executors.plan import Plan
+
+REPLAY = ("none", "graphs", "auto")
 
 
-def check_replay(replay: Any) -> None:
+def replay_error(value: object) -> str | None:
+    """Why the value is none of REPLAY, or None."""
+    if value == "launches":
+        return "is gone, since a training step is as fast without it; use none, or graphs for short calls"
+    return None if value in REPLAY else f"must be one of {', '.join(REPLAY)}"
+
+
+def check_replay(replay: Any, options: dict[str, Any]) -> None:
+    """Raises ValueError for a wrong value, and for the option `graphs`, which `replay` has replaced."""
+    if "graphs" in options:
+        new = {True: "graphs", "auto": "auto"}.get(options["graphs"], "none")
+        raise ValueError(f"graphs={options['graphs']!r}: is now an option of replay: give replay={new!r}")
     if error := replay_error(replay):
         raise ValueError(f"replay={replay!r}: {error}")
-
-
-def check_old_option(options: dict[str, Any]) -> None:
-    """Raises ValueError for `graphs`, which `replay` has replaced."""
-    if "graphs" in options:
-        new = {True: "graphs", False: "none", "auto": "auto"}.get(options["graphs"], "none")
-        raise ValueError(f"graphs={options['graphs']!r}: is now an option of replay: give replay={new!r}")
 
 
 def takes_graphs(replay: str, plan: Plan, device: torch.device) -> bool:

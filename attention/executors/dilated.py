@@ -1,5 +1,5 @@
 """The executor of dilated attention: each component is plain attention of some heads over a stride of the tokens. Where no key
-travels it is one kernel call on a strided view, of equal segments as a batch; else the gather executor brings it the selected
+travels it is one kernel call on a strided view, of equal segments as a batch; else the executor of gathers brings it the selected
 keys. Head groups have places of their own in the result; LongNet's pairs are merged by their LSE. Where more than two pairs meet
 at one place, results and gradients are accumulated in fp32.
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
-from attention.executors import gather
+from attention.executors import exchange
 from attention.executors.plan import Plan, plan_steps
 from attention.kernels.interface import Grads, Triple
 from attention.profiling import phase
@@ -43,7 +43,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
         into = None if detached else total.targets(c)
         qkv: Triple = _folded((q, k, v), c, plan)
         if part.only_call is None:
-            out_part, lse_part, _ = gather.forward(*qkv, part)
+            out_part, lse_part, _ = exchange.forward(*qkv, part)
         else:
             with phase("comp_block", i):
                 written = into and (*into, empty_lse(qkv[0]))
@@ -84,7 +84,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
         else:
             (out_part,) = _folded(saved[3:4], c, plan)
         if part.only_call is None:
-            grads = gather.backward(dout_part, (*qkv_part, out_part, lse), part)
+            grads = exchange.backward(dout_part, (*qkv_part, out_part, lse), part)
         else:
             with phase("comp_block", i):
                 grads = part.kernel.backward(dout_part, *qkv_part, out_part, lse, part.only_call, into)

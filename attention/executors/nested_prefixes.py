@@ -3,6 +3,7 @@ chunk), `packed` (one varlen call for all) or `fused` (our Triton kernel, which 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
@@ -11,87 +12,60 @@ from attention.geometry.options import GatherOptions, Options
 from attention.kernels import KERNELS, Shape, refusal
 from attention.kernels.interface import Pair
 from attention.masks.band import FULL, Intervals
-from attention.tensors import put_, take
+from attention.tensors import take
+
+Calls = tuple[LocalCall, ...]
 
 
-def forward(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
-    """All calls of a step, over disjoint queries; writes out and lse to `into`."""
-    how = plan.options.grouping
-    if how == "separate" or len(calls) < 2 or len({each.call.mask for each in calls}) > 1:
-        _separate(q, keys, values, calls, plan, into)
-    elif how == "packed":
-        _packed(q, keys, values, calls, plan, into)
-    else:
-        _fused(q, keys, values, calls, plan, into)
+def together(calls: Calls, plan: Plan) -> list[Calls]:
+    """The calls of a step's forward, over disjoint queries, in tuples of those that are computed as one."""
+    separate = not plan.gathers or len(plan.steps) > 1 or plan.options.grouping == "separate"
+    return [(x,) for x in calls] if separate or len({x.call.mask for x in calls}) != 1 else [calls]
 
 
-def _put(into: Pair, rows: Intervals, out: Tensor, lse: Tensor) -> None:
-    put_(into[0], rows, out)
-    put_(into[1], rows, lse, -1)
+def forward(q: Tensor, keys: Tensor, values: Tensor, calls: Calls, plan: Plan) -> Pair:
+    """(out, lse) of several calls as one: of their queries side by side."""
+    run = _packed if plan.options.grouping == "packed" else _fused
+    return run(q, keys, values, calls, plan)
 
 
-def _separate(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
-    for each in calls:
-        qkv = (take(q, each.q), take(keys, each.k), take(values, each.k))
-        if len(each.q) == 1:
-            plan.kernel.forward(*qkv, each.call, into=(take(into[0], each.q), take(into[1], each.q, -1)))
-        else:
-            _put(into, each.q, *plan.kernel.forward(*qkv, each.call))
+def _rows(calls: Calls) -> Intervals:
+    return tuple(x for call in calls for x in call.q)
 
 
-def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
+def _packed(q: Tensor, keys: Tensor, values: Tensor, calls: Calls, plan: Plan) -> Pair:
     """One varlen call. A key is copied once for each chunk that sees it."""
-    rows = tuple(interval for each in calls for interval in each.q)
-    columns = tuple(interval for each in calls for interval in each.k)
-    first = calls[0].call
-    if q.dim() == 3:
-        q_lengths = [n for each in calls for n in each.call.q_lengths or ()]
-        k_lengths = [n for each in calls for n in each.call.k_lengths or ()]
-        call = first.of_packed(first.mask, q_lengths, k_lengths, q.device)
-        _put(into, rows, *plan.kernel.forward(take(q, rows), take(keys, columns), take(values, columns), call))
-        return
-    batch = q.shape[0]
-    q_lengths = [b - a for a, b in rows] * batch
-    k_lengths = [b - a for a, b in columns] * batch
-    call = first.of_packed(first.mask, q_lengths, k_lengths, q.device)
-    out, lse = plan.kernel.forward(
-        take(q, rows).flatten(0, 1), take(keys, columns).flatten(0, 1), take(values, columns).flatten(0, 1), call
-    )
-    _put(into, rows, out.unflatten(0, (batch, -1)), lse.unflatten(1, (batch, -1)).transpose(0, 1))
+    batch, like = q.shape[:-3], calls[0].call
+    columns = tuple(x for call in calls for x in call.k)
+    q, keys, values = take(q, _rows(calls)), take(keys, columns), take(values, columns)
+    if batch:
+        q, keys, values = (x.flatten(0, 1) for x in (q, keys, values))
+        q_lengths, k_lengths = ([b - a for a, b in x] * batch[0] for x in (_rows(calls), columns))
+    else:
+        q_lengths = [n for call in calls for n in call.call.q_lengths or ()]
+        k_lengths = [n for call in calls for n in call.call.k_lengths or ()]
+    out, lse = plan.kernel.forward(q, keys, values, like.of_packed(like.mask, q_lengths, k_lengths, q.device))
+    if batch:
+        return out.unflatten(0, (batch[0], -1)), lse.unflatten(1, (batch[0], -1)).transpose(0, 1)
+    return out, lse
 
 
-def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: tuple[LocalCall, ...], plan: Plan, into: Pair) -> None:
+def _fused(q: Tensor, keys: Tensor, values: Tensor, calls: Calls, plan: Plan) -> Pair:
     from attention.kernels.triton_grouped import grouped_forward
 
     if q.dim() == 4:
-        rows = tuple(interval for each in calls for interval in each.q)
-        ends = [each.k[0][1] for each in calls]
-        _put(into, rows, *grouped_forward(take(q, rows), keys, values, ends, plan.scale))
-        return
-    for chunks in zip(*(_by_sequence(each) for each in calls), strict=True):  # all chunks of one sequence
-        rows = tuple(row for row, _ in chunks)
-        start = chunks[0][1][0]
-        ends = [stop - start for _, (_, stop) in chunks]
-        prefix = ((start, start + max(ends)),)
-        out, lse = grouped_forward(
-            take(q, rows)[None], take(keys, prefix)[None], take(values, prefix)[None], ends, plan.scale
-        )
-        _put(into, rows, out[0], lse[0])
-
-
-def _by_sequence(each: LocalCall) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """(queries, keys) of each sequence of a packed call, from intervals in which neighbours were joined."""
-    return list(zip(_split(each.q, each.call.q_lengths or ()), _split(each.k, each.call.k_lengths or ()), strict=True))
-
-
-def _split(intervals: Intervals, lengths: tuple[int, ...]) -> list[tuple[int, int]]:
-    found = []
-    pieces = list(intervals)
-    for n in lengths:
-        start, stop = pieces[0]
-        found.append((start, start + n))
-        pieces[0:1] = [(start + n, stop)] if start + n < stop else []
-    return found
+        return grouped_forward(take(q, _rows(calls)), keys, values, [call.k[0][1] for call in calls], plan.scale)
+    # by sequence: the queries of each chunk, and the keys that the last chunk sees, which are those of all
+    queries = zip(*(take(q, x.q).split(x.call.q_lengths) for x in calls), strict=True)
+    pairs = zip(*(take(x, calls[-1].k).split(calls[-1].call.k_lengths) for x in (keys, values)), strict=True)
+    ends = zip(*(x.call.k_lengths for x in calls), strict=True)
+    results = []
+    for chunks, (k, v), prefixes in zip(queries, pairs, ends, strict=True):
+        out, lse = grouped_forward(torch.cat(chunks)[None], k[None], v[None], prefixes, plan.scale)
+        sizes = [len(x) for x in chunks]
+        results.append(list(zip(out[0].split(sizes), lse[0].split(sizes, -1), strict=True)))
+    outs, lses = zip(*(part for chunk in zip(*results, strict=True) for part in chunk), strict=True)
+    return torch.cat(outs), torch.cat(lses, -1)
 
 
 def check(options: Options, shape: Shape) -> None:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attention.executors import Executor, executor
-from attention.executors.policy import local_kv_apart
-from attention.geometry.intervals import joined, length, side_by_side
+from attention.executors import executor
+from attention.geometry.intervals import joined, length
 from attention.geometry.layouts import CuSeqlens, sizes_of
-from attention.geometry.schedules import Block, Problem, Step, Subproblem, steps
-from attention.geometry.transfers import Move, Route, gather_move, query_move, step_routes
-from attention.gpu.streams import Inline, PriorityStream
+from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, Subproblem, steps
+from attention.geometry.transfers import Route, step_routes
 from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel
 from attention.kernels.interface import KvLengths
 from attention.masks.band import Intervals
 from attention.masks.pattern import Pattern
-from attention.transports import Message, Messages, Transport
+from attention.transports import Transport
 
 if TYPE_CHECKING:
     from attention.variants.base import Variant
 
-INLINE = Inline()
+T = TypeVar("T")
 KeyLengths = tuple[int, ...] | Tensor | None  # a tensor if only the device knows them
 
 
@@ -80,75 +78,34 @@ class Plan:
     graphs: bool = False  # calls are replayed from CUDA graphs
 
     @cached_property
-    def executor(self) -> Executor:
+    def executor(self) -> Any:
         return executor(self.variant.executor)
-
-    def rank_at(self, place: int) -> int:
-        """The rank that this rank reaches at a place of the schedule."""
-        return place * self.problem.ulysses + self.head
-
-    @cached_property
-    def local_kv_apart(self) -> bool:
-        return local_kv_apart(self.problem, self.rank)
 
     @cached_property
     def derived(self) -> dict[Hashable, Any]:
         """What an executor keeps with the plan, for all calls."""
         return {}
 
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returned when this was first called with `key`."""
+        made = self.derived.get(key)
+        if made is None:
+            made = self.derived[key] = make()
+        return made  # type: ignore[no-any-return]
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the last step has the keys of all ranks."""
+        return self.steps[-1].owner == SEQUENCE
+
     @cached_property
     def only_call(self) -> Call | None:
         """The call of a plan that is one call of all its queries and all its local KV, of which no rank pulls."""
         if len(self.steps) != 1 or len(self.steps[0].calls) != 1 or self.steps[0].most:
             return None
-        (each,), problem = self.steps[0].calls, self.problem
+        (local,), problem = self.steps[0].calls, self.problem
         tokens = sizes_of(problem.layout, problem.cu_seqlens, problem.world)[self.rank]
-        return each.call if each.q == each.k == ((0, tokens),) else None
-
-    @cached_property
-    def gathering(self) -> Move:
-        return gather_move(self.problem, self.rank)
-
-    @cached_property
-    def to_compute(self) -> Move:
-        """Moves queries from the shards' layout to the layout for computing (`q_layout`)."""
-        return query_move(self.problem, self.rank)
-
-    @cached_property
-    def to_border(self) -> Move:
-        """Moves queries back to the shards' layout."""
-        return self.to_compute.reversed()
-
-    def priority_stream(self, parts: int = 1) -> PriorityStream:
-        """The streams of a backward that computes the heads in `parts` groups, one after another."""
-        return self.transport.priority_stream if parts == 1 and self.local_kv_apart else INLINE
-
-    @cached_property
-    def _messages(self) -> dict[tuple[int, int, int, bool], tuple[Route, Messages]]:
-        """Cached by the id of the route, which is kept alive with its messages."""
-        return {}
-
-    def messages(self, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Messages:
-        """The messages of a route: its pieces for each of the n published tensors from number `first` on. All ranks' pieces
-        are pulled into the same n tensors; with `apart`, each remote rank's pieces into n tensors of their own, side by side."""
-        key = id(route), first, n, apart
-        if key not in self._messages:
-            sends = [
-                Message(self.rank_at(x.remote), first + i, x.source, x.target) for x in route.sends for i in range(n)
-            ]
-            receives = [
-                Message(
-                    self.rank_at(x.remote),
-                    first + i,
-                    x.source,
-                    side_by_side(x.target) if apart else x.target,
-                    number * n + i if apart else i,
-                )
-                for number, x in enumerate(route.receives)
-                for i in range(n)
-            ]
-            self._messages[key] = route, Messages(sends, receives)
-        return self._messages[key][1]
+        return local.call if local.q == local.k == ((0, tokens),) else None
 
 
 def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: torch.device) -> tuple[PlannedStep, ...]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.dtypes import accumulation_dtype
 from attention.executors.plan import LocalCall, Plan
 from attention.geometry.mailbox import Mailbox, pieces, received_bytes
-from attention.kernels import Kernel
+from attention.kernels.interface import Pair
 from attention.profiling import phase
 from attention.reduction.lse_merge import empty_result, merge_n
 from attention.reduction.sinks import with_sinks
@@ -29,71 +29,55 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
     like = result_like(q, v)
     if not q.numel():
         return *empty_result(like), ()
-    reduced = plan.transport.name != "none"
-    fused = reduced and plan.options.reduce == "fused"
-    call = _local_call(plan)
+    reduce = plan.options.reduce if plan.transport.name != "none" else None
+    # the queries that see some of this rank's keys, and these keys
+    call = next((call for step in plan.steps for call in step.calls), None)
     with phase("comp_shard_kv"):
         keys, values = (take(x, call.k) if call else x for x in (k, v))
     with phase("comp_local_attention"):
-        if fused:
-            parts, lses = _splits(q, keys, values, call, plan.kernel)
-        elif call is None:
-            out, lse = empty_result(like)
-        elif _all_queries(call, q):
-            into = _partial(like) if reduced else None
-            out, lse = plan.kernel.forward(q, keys, values, call.call, into=into)
+        if reduce == "fused":
+            parts, lses = _splits(q, keys, values, call, plan)
         else:
-            out, lse = _some_queries(q, keys, values, call, plan.kernel)
-    if fused:
+            out, lse = _local(q, keys, values, call, plan, _partial(like) if reduce else None)
+    if reduce == "fused":
         out, lse = exchanged(parts, lses, like, plan)
-    elif reduced:
-        out, lse = REDUCTIONS[plan.options.reduce](out, lse, plan)
+    elif reduce == "packed":
+        out, lse = packed(out, lse, plan)
+    elif reduce:
+        out, lse = reduced(out, lse, plan, together=reduce == "two")
     out, lse = with_sinks(out, lse, sinks)
     return out.to(q.dtype), lse, ()
 
 
-def _partial(like: Tensor) -> tuple[Tensor, Tensor]:
+def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, ...]:
+    raise NotImplementedError("a decode has no backward")
+
+
+def _partial(like: Tensor) -> Pair:
     """Uninitialised (out, lse) for a partial result; out has the shape of `like` and the accumulation dtype, because it is
     merged before it is rounded."""
-    out = torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
-    return out, empty_lse(like)
+    return torch.empty(like.shape, dtype=accumulation_dtype(like.dtype), device=like.device), empty_lse(like)
 
 
-def _local_call(plan: Plan) -> LocalCall | None:
-    """The queries that see some of this rank's keys, and these keys; None if there are none."""
-    return plan.steps[0].calls[0] if plan.steps and plan.steps[0].calls else None
-
-
-def _all_queries(call: LocalCall, q: Tensor) -> bool:
-    return call.q == ((0, q.shape[1]),)
-
-
-def _some_queries(q: Tensor, k: Tensor, v: Tensor, call: LocalCall, kernel: Kernel) -> tuple[Tensor, Tensor]:
-    """(out, lse) in the accumulation dtype, for a call in which some queries see no key."""
+def _local(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, plan: Plan, into: Pair | None) -> Pair:
+    """(out, lse) of these keys, written to `into` if every query sees some; else in the accumulation dtype."""
+    if call is not None and call.q == ((0, q.shape[1]),):
+        return plan.kernel.forward(q, k, v, call.call, into)
     out, lse = empty_result(result_like(q, v))
-    kernel.forward(take(q, call.q), k, v, call.call, into=(take(out, call.q), take(lse, call.q, -1)))
+    if call is not None:
+        plan.kernel.forward(take(q, call.q), k, v, call.call, (take(out, call.q), take(lse, call.q, -1)))
     return out, lse
 
 
-def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, kernel: Kernel) -> tuple[Tensor, Tensor]:
+def _splits(q: Tensor, k: Tensor, v: Tensor, call: LocalCall | None, plan: Plan) -> Pair:
     """This rank's partial results `[n, B, Sq, H, Dv]` and their LSEs `[n, B, H, Sq]`: the kernel's splits of the keys,
-    or one if the kernel does not split; n = 0 without keys."""
-    if call is None:
-        out, lse = _partial(result_like(q, v))
-        return out[None][:0], lse[None][:0]
-    if not _all_queries(call, q):
-        out, lse = _some_queries(q, k, v, call, kernel)
-        return out[None], lse[None]
-    splits = getattr(kernel, "splits", None)
-    if splits is not None:
+    or one if the kernel does not split."""
+    splits = getattr(plan.kernel, "splits", None)
+    if splits is not None and call is not None and call.q == ((0, q.shape[1]),):
         parts, lses = splits(q, k, v, call.call)
-        return parts, lses
-    out, lse = kernel.forward(q, k, v, call.call, into=_partial(result_like(q, v)))
-    return out[None], lse[None]
-
-
-def backward(dout: Tensor, saved: Saved, plan: Plan) -> tuple[Tensor, ...]:
-    raise NotImplementedError("a decode has no backward")
+    else:
+        parts, lses = (x[None] for x in _local(q, k, v, call, plan, _partial(result_like(q, v))))
+    return parts, lses
 
 
 def _weights(lse: Tensor) -> Tensor:
@@ -101,44 +85,7 @@ def _weights(lse: Tensor) -> Tensor:
     return lse.transpose(1, 2).unsqueeze(-1)
 
 
-def _share(lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """(the maximum of lse over the ranks, this rank's softmax denominator relative to it)."""
-    top = lse.clone()
-    plan.transport.all_reduce(top, "max", "max_lse", 0).wait()
-    with phase("comp_num_den"):
-        safe = torch.where(top == -torch.inf, torch.zeros_like(top), top)
-        return safe, (lse - safe).exp()
-
-
-def _final(num: Tensor, den: Tensor, top: Tensor) -> tuple[Tensor, Tensor]:
-    with phase("comp_final_output"):
-        weight = _weights(den)
-        out = num / torch.where(weight == 0, torch.ones_like(weight), weight)
-        return out, top + den.log()
-
-
-def three(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """As in the paper: all-reduce the maximum, the denominators, the numerators."""
-    top, den = _share(lse, plan)
-    with phase("comp_num_den"):
-        num = (out * _weights(den)).contiguous()
-    summing = plan.transport.all_reduce(den, "sum", "sum_den", 1)
-    summing.wait()
-    plan.transport.all_reduce(num, "sum", "sum_num", 2).wait()
-    return _final(num, den, top)
-
-
-def two(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-    """All-reduce the maximum, then numerators and denominators in one tensor."""
-    top, den = _share(lse, plan)
-    with phase("comp_num_den"):
-        weight = _weights(den)
-        both = torch.cat([out * weight, weight], -1)
-    plan.transport.all_reduce(both, "sum", "sum_num_den", 1).wait()
-    return _final(both[..., :-1], both[..., -1].transpose(1, 2), top)
-
-
-def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def packed(out: Tensor, lse: Tensor, plan: Plan) -> Pair:
     """One all-gather of `[out, lse]`, merged by every rank."""
     with phase("comp_num_den"):
         mine = torch.cat([out, _weights(lse)], -1)
@@ -148,7 +95,27 @@ def packed(out: Tensor, lse: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         return merge_n(everyone[..., :-1], everyone[..., -1].transpose(2, 3))
 
 
-def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+def reduced(out: Tensor, lse: Tensor, plan: Plan, together: bool) -> Pair:
+    """As in the paper: all-reduce the maximum, the denominators, the numerators; `together` the last two in one tensor."""
+    top = lse.clone()
+    plan.transport.all_reduce(top, "max", "max_lse", 0).wait()
+    with phase("comp_num_den"):
+        top.masked_fill_(top == -torch.inf, 0)
+        den = (lse - top).exp()
+        weight = _weights(den)
+        num = torch.cat([out * weight, weight], -1) if together else (out * weight).contiguous()
+    if together:
+        plan.transport.all_reduce(num, "sum", "sum_num_den", 1).wait()
+        num, den = num[..., :-1], num[..., -1].transpose(1, 2)
+    else:
+        plan.transport.all_reduce(den, "sum", "sum_den", 1).wait()
+        plan.transport.all_reduce(num, "sum", "sum_num", 2).wait()
+    with phase("comp_final_output"):
+        weight = _weights(den)
+        return num / weight.masked_fill(weight == 0, 1), top + den.log()
+
+
+def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> Pair:
     """reduce=fused: one kernel merges this rank's splits, writes the result into every remote rank's memory, waits for
     theirs and merges them. The whole kernel is recorded as `wait_partials`: most of its few microseconds are waiting.
     like: has the shape and dtype of out."""
@@ -162,6 +129,3 @@ def exchanged(parts: Tensor, lses: Tensor, like: Tensor, plan: Plan) -> tuple[Te
 
     with phase("wait_partials"):
         return exchange(parts, lses, boxes.addresses, boxes.box, plan.rank, like)
-
-
-REDUCTIONS = {"three": three, "two": two, "packed": packed}  # of merged splits

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
-from attention.reduction.grad_sum import Sum
-from attention.reduction.lse_merge import Accumulator
-from attention.reduction.stepwise import Stepwise
+from attention.reduction.stepwise import Accumulator, Sum
 from attention.tensors import TOKENS, empty_lse, empty_tokens, result_like, take, tokens
 
 if TYPE_CHECKING:
@@ -48,7 +46,7 @@ def by_parts(compute: Compute, tensors: Tensors, parts: Sequence[Part], into: An
         return batch_of_one(partial(by_parts, compute), tensors, parts, into)
     rows, keys = [(part.q,) for part in parts], [(part.k,) for part in parts]
     q, k, v = tensors if len(tensors) == 3 else tensors[1:4]
-    totals: list[Stepwise]
+    totals: list[Sum]
     if len(tensors) == 3:
         totals = [Accumulator(result_like(q, v), rows, into)]
     else:

@@ -17,8 +17,7 @@ from attention.geometry.intervals import joined
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Tensors, Triple, Wrapped, lacks
 from attention.masks.band import Intervals
 from attention.masks.pattern import Entry, Pattern
-from attention.reduction.grad_sum import Sum
-from attention.reduction.lse_merge import Accumulator
+from attention.reduction.stepwise import Accumulator, Sum
 from attention.tensors import add_, result_like, take, token_indices
 
 ALONE = 4096  # keys from which a query interval is a call of its own, for which no keys are copied

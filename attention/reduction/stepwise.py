@@ -1,87 +1,109 @@
-"""Results combined from partial results ("parts") that arrive one by one and cover different tokens."""
+"""Results combined from partial results ("parts") that arrive one by one and cover different tokens: the merge of attention
+results, and the sum of gradients."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.geometry.merge_plan import MergePlan, Sweep, merge_plan
 from attention.masks.band import Intervals
-from attention.tensors import FEW, put_, take, tokens
+from attention.reduction.grad_sum import sum_all
+from attention.reduction.lse_merge import merge
+from attention.tensors import FEW, TOKENS, empty_lse, empty_tokens, put_, take, tokens
 
 Cover = MergePlan | Sequence[Intervals]
 
 
-class Stepwise:
-    """The parts are declared in advance. Takes ownership of them.
+class Sum:
+    """The sum of parts; several tensors of one shape, such as dk and dv, are summed together. The parts are declared in advance.
+    Takes ownership of them.
 
     A token's first part is kept as it is; the kernel that combines its last part also rounds the result. Only tokens with
     three parts or more need a buffer in the accumulation dtype. If the first part covers all tokens, its tensors become
     the result. So one part costs nothing, and two parts cost one kernel, which reads two tensors and writes one.
 
     like: tensors of the shape and dtype of the results. parts: the intervals of each part, in the order in which they will
-    be added, or their plan. dims: the token dimension of each tensor of a part. outs: the tensors to write to, by default new ones."""
+    be added, or their plan. into: the tensors to write to, by default new ones."""
 
-    def __init__(self, like: Sequence[Tensor], parts: Cover, dims: Sequence[int], outs: Sequence[Tensor] | None = None):
-        self.like, self.dims, self.outs = like, dims, outs
+    def __init__(self, like: Sequence[Tensor], parts: Cover, into: Sequence[Tensor] | None = None):
+        self.like, self.outs = like, into
+        self.dims: Sequence[int] = (TOKENS,) * len(like)  # the token dimension of each tensor of a part
         self.plan = parts if isinstance(parts, MergePlan) else merge_plan(tokens(like[0]), tuple(parts))
+        self.cleared = not self.plan.bare
         self.buffers: dict[int, Tensor] = {}  # by result: the running result of tokens with three parts or more
         self.kept: dict[int, Sequence[Tensor]] = {}  # by number: earlier parts that a later part will be combined with
         self.number = 0  # of the next part
 
     def new(self) -> Sequence[Tensor]:
         """Uninitialised tensors for the results."""
-        raise NotImplementedError
+        return [empty_tokens(x, tokens(x)) for x in self.like]
 
     def clear(self, *outs: Tensor) -> None:
         """Writes the result of tokens without a part."""
-        raise NotImplementedError
+        for out in outs:
+            out.zero_()
 
     def combine(self, into: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
         """Writes the combination of two partial results over the same tokens. `into` may be `a`."""
-        raise NotImplementedError
+        everything = ((0, tokens(into[0])),)
+        sum_all(into, [(a, everything), (b, everything)])
 
-    def add(self, *part: Tensor) -> None:
-        """The next part: the tokens of its intervals side by side, in any dtype."""
+    def target(self) -> Any:
+        """The place of the next part in the results, which it may be written to; None where there is none, because tokens of it
+        have other parts or are no interval, or because its tensors become the results."""
+        plan = self.plan
+        if self.outs is None and plan.whole:
+            return None
+        sweeps = plan.of[self.number]
+        if len(sweeps) != 1 or len(sweeps[0].rows) > 1 or not (sweeps[0].first and sweeps[0].last):
+            return None
+        return [take(out, sweeps[0].rows, dim) for out, dim in zip(self.result(), self.dims, strict=True)]
+
+    def add(self, *part: Tensor, placed: bool = False) -> None:
+        """The next part: the tokens of its intervals side by side, in any dtype. placed: whether it lies in `target`."""
         plan, number = self.plan, self.number
-        if self.outs is None and plan.whole and self._may_be_results(part):
-            self.outs = part
-        outs = self._started()
-        for each in plan.of[number]:
-            if not each.first:
-                self._combine(each, part, outs)
-            elif each.last and part is not outs:
+        if self.outs is None and plan.whole:
+            # a first part with all tokens may become the results; the LSE is never rounded
+            fits = all(x.dtype == like.dtype for x, like in zip(part, self.like, strict=False))
+            if fits and (len(plan.of) == 1 or all(x.is_contiguous() for x in part[: len(self.like)])):
+                self.outs = part
+        outs = self.result()
+        for sweep in () if placed else plan.of[number]:
+            if not sweep.first:
+                self._combine(sweep, part, outs)
+            elif sweep.last:
                 for out, x, dim in zip(outs, part, self.dims, strict=True):
                     if x is not out:
-                        put_(out, each.rows, take(x, each.at, dim), dim)
-        self.kept[number] = part
-        self.kept = {i: x for i, x in self.kept.items() if plan.until[i] > number}
+                        put_(out, sweep.rows, take(x, sweep.at, dim), dim)
         self.number += 1
+        if plan.until[number] > number:
+            self.kept[number] = part
+        if self.number == len(plan.of):
+            self.kept, self.buffers = {}, {}
+        elif self.kept:
+            self.kept = {i: x for i, x in self.kept.items() if plan.until[i] > number}
 
-    def _may_be_results(self, part: Sequence[Tensor]) -> bool:
-        """Whether a first part with all tokens can become the results: if parts follow, it is contiguous."""
-        more = len(self.plan.of) > 1
-        for x, like in zip(part, self.like, strict=False):  # the LSE is never rounded
-            if x.dtype != like.dtype or (more and not x.is_contiguous()):
-                return False
-        return True
-
-    def _combine(self, each: Sweep, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
+    def _combine(self, sweep: Sweep, part: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
         before, targets, places = [], [], []
         for i, (out, dim) in enumerate(zip(outs, self.dims, strict=True)):
-            first, at = (self.kept[each.kept[0]][i], each.kept[1]) if each.kept else self._partial(i, out, each.rows)
-            into, rows = (out, each.rows) if each.last else self._partial(i, out, each.rows)
+            first, at = (
+                (self.kept[sweep.kept[0]][i], sweep.kept[1]) if sweep.kept else self._running(i, out, sweep.rows)
+            )
+            into, rows = (out, sweep.rows) if sweep.last else self._running(i, out, sweep.rows)
             before.append(take(first, at, dim))
             targets.append(before[i] if first is into and at == rows else take(into, rows, dim))
             places.append((into, rows, targets[i], dim))
-        self.combine(targets, before, [take(x, each.at, dim) for x, dim in zip(part, self.dims, strict=True)])
-        if len(each.rows) > 1:  # the targets are copies
+        self.combine(targets, before, [take(x, sweep.at, dim) for x, dim in zip(part, self.dims, strict=True)])
+        if len(sweep.rows) > 1:  # the targets are copies
             for place in places:
                 put_(*place)
 
-    def _partial(self, number: int, out: Tensor, rows: Intervals) -> tuple[Tensor, Intervals]:
+    def _running(self, number: int, out: Tensor, rows: Intervals) -> tuple[Tensor, Intervals]:
         """The tensor that holds the running result of the tokens `rows` of out, and their intervals in it. It has the
         accumulation dtype; if that is out's dtype, it is out itself."""
         dtype = accumulation_dtype(out.dtype)
@@ -94,16 +116,54 @@ class Stepwise:
             self.buffers[number] = out.new_empty(shape, dtype=dtype)
         return self.buffers[number], tuple((a - start, b - start) for a, b in rows)
 
-    def result(self) -> Sequence[Tensor]:
-        assert self.number == len(self.plan.of), f"{self.number} of {len(self.plan.of)} parts were added"
-        self.buffers.clear()
-        return self._started()
-
-    def _started(self) -> Sequence[Tensor]:
+    def result(self) -> Any:
+        """The results, complete once all parts were added."""
         if self.outs is None:
             self.outs = self.new()
-        if self.number == 0 and self.plan.bare:
-            bare = self.plan.bare if len(self.plan.bare) <= FEW else [(0, self.plan.n)]
-            for start, stop in bare:
+        if not self.cleared:
+            self.cleared, bare = True, self.plan.bare
+            for start, stop in bare if len(bare) <= FEW else [(0, self.plan.n)]:
                 self.clear(*(x.narrow(dim, start, stop - start) for x, dim in zip(self.outs, self.dims, strict=True)))
+        return self.outs
+
+
+class Accumulator(Sum):
+    """The merge of parts (out, lse), otherwise as `Sum`. like: a tensor with the shape and dtype of the whole out. parts: the query
+    intervals of each part, or their plan."""
+
+    def __init__(self, like: Tensor, parts: Cover, into: Sequence[Tensor] | None = None):
+        super().__init__([like], parts, into)
+        self.dims = (TOKENS, -1)
+
+    def new(self) -> Sequence[Tensor]:
+        (like,) = self.like
+        return empty_tokens(like, tokens(like)), empty_lse(like)
+
+    def clear(self, *outs: Tensor) -> None:
+        out, lse = outs
+        out.zero_()
+        lse.fill_(-torch.inf)
+
+    def combine(self, into: Sequence[Tensor], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+        merge(*into, *a, *b)
+
+
+class SumAtOnce:
+    """As `Sum`, but keeps all parts and adds them in one sweep. outs: the tensors to write to. first: how many parts come first,
+    but are added last."""
+
+    def __init__(self, outs: Sequence[Tensor], parts: Sequence[Intervals], first: int):
+        self.outs, self.intervals, self.first = outs, parts, first
+        self.parts: list[tuple[Sequence[Tensor], Intervals]] = []
+        self.summed = False
+
+    def add(self, *part: Tensor) -> None:
+        self.parts.append((part, self.intervals[len(self.parts)]))
+        if len(self.parts) == len(self.intervals):
+            self.result()
+
+    def result(self) -> Sequence[Tensor]:
+        if not self.summed:
+            sum_all(self.outs, self.parts[self.first :] + self.parts[: self.first])
+            self.parts, self.summed = [], True
         return self.outs

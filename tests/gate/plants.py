@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, plan
-from attention.executors import all_to_all, dilated, gather, keys, ring, tree
+from attention.executors import all_to_all, dilated, exchange, keys, tree
 from attention.executors.plan import LocalCall, Plan, PlannedStep
 from attention.geometry import cuts, schedules
 from attention.kernels import decompose, padded_values
@@ -348,13 +348,13 @@ def _kv_heads_swapped() -> AbstractContextManager[object]:
     """The ranks of an exchange get each other's KV heads: those of the tensors behind the queries."""
 
     def make(original: Any) -> Any:
-        def inner(self: Any, xs: Any, heads: Any, *args: Any) -> None:
-            turned = [[list(reversed(part)) for part in share] for share in heads[1:]]
-            original(self, xs, [heads[0], *turned], *args)
+        def inner(self: Any, *args: Any) -> None:
+            original(self, *args)
+            self.heads[1:] = [[list(reversed(part)) for part in share] for share in self.heads[1:]]
 
         return inner
 
-    return changed(all_to_all._ToHeads, "__init__", make)
+    return changed(all_to_all.Group, "__init__", make)
 
 
 def _packed_batch_leaks() -> AbstractContextManager[object]:
@@ -572,7 +572,7 @@ def _nan_gradients(call: Any, *found: Tensor) -> None:
 def sinks_dropped() -> Iterator[None]:
     """No executor applies them; their gradient is computed as if they were."""
     with ExitStack() as stack:
-        for executor in (ring, gather, tree, dilated):
+        for executor in (exchange, tree, dilated):
             stack.enter_context(changed(executor, "with_sinks", lambda original: _without_sinks))
         yield
 
@@ -601,8 +601,8 @@ def _sinks_in_every_step() -> Iterator[None]:
         if len(found) == 2:
             with_sinks(*found, now[0])
 
-    without = changed(ring, "with_sinks", lambda original: _without_sinks)
-    with changed(ring, "forward", noting), without, kernel(change=joined)():
+    without = changed(exchange, "with_sinks", lambda original: _without_sinks)
+    with changed(exchange, "forward", noting), without, kernel(change=joined)():
         yield
 
 

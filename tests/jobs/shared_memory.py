@@ -105,7 +105,7 @@ def local_kv_apart(
 ) -> float:
     """The largest difference between a backward that treats the local KV apart (or the last group of heads last) and
     one that starts with them. The local calls are delayed, or the others, and free memory is filled with NaN."""
-    from attention.executors import policy
+    from attention.executors import work
 
     def make(**more: Any) -> Any:
         return attention.make(name, kernel=kernel, transport="symm", **{**options, **more})
@@ -134,7 +134,7 @@ def local_kv_apart(
     differences, entered = [], 0
     option, one, two = ("head_parts", 1, 2) if fn.variant.executor == "ring" else ("heads_k_stride", None, 2)
     priority = fn.transport(me.device).priority_stream
-    original, threshold = local.backward, policy.APART
+    original, threshold = local.backward, work.APART
     ways: list[tuple[int, dict[str, Any], bool | None]] = [(0, {option: one}, None)]
     ways += [(apart, how, late) for apart, how in ((threshold, {}), (0, {option: two})) for late in (None, True, False)]
     try:
@@ -144,7 +144,7 @@ def local_kv_apart(
             q, k, v, dout = (fn.shard(x.to(getattr(torch, dtype)), packs) for x in _random(me, lead, head_dim, seed))
             expected: list[torch.Tensor] = []
             for apart, more, late in ways:
-                policy.APART, state["late"] = apart, late
+                work.APART, state["late"] = apart, late
                 fn = make(**more)  # which its plans are decided for once
                 given, before = [x.clone().requires_grad_() for x in (q, k, v)], entered
                 found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
@@ -155,7 +155,7 @@ def local_kv_apart(
                 differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
     finally:
         del local.backward, priority.background
-        policy.APART = threshold
+        work.APART = threshold
     return max(me.gather(max(differences)))
 
 

@@ -26,7 +26,7 @@ def auto_by_trial(
     """What `auto` chooses on each rank. One executor may be slow. Others may fail with an error of that type: before they exchange
     anything, or `late`, on rank 1 alone after a forward."""
     executors: dict[Any, Any] = attention.executors._loaded
-    before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.NAMES}
+    before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.MODULES}
 
     def slow(*args: Any) -> Any:
         time.sleep(0.25)

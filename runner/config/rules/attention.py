@@ -7,9 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from attention.executors.policy import replay_error
 from attention.geometry.options import check_heads
 from attention.masks.band import Band
+from attention.replay import replay_error
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS, shortlist
 from runner.config.experiment import Experiment

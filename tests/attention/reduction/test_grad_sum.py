@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from attention.geometry.intervals import length
-from attention.reduction.grad_sum import (
-    MOST_PROGRAMS,
-    Sum,
-    _one_launch,
-    sum_all,
-    sum_eager,
-    sum_numbered,
-    sum_parts,
-)
+from attention.reduction.grad_sum import MOST_PROGRAMS, _one_launch, sum_all, sum_eager, sum_numbered
+from attention.reduction.stepwise import Sum
 from tests.support.naive import normal
 
 torch.set_num_threads(1)
@@ -205,13 +198,6 @@ def test_sums_are_alike_in_shape_strides_and_dtype_of_outs_and_parts():
         for other in (turned, torch.zeros(of, 3, 8, dtype=torch.float64), torch.zeros(of + 1, 3, 8)):
             assert not _one_launch(*given(**{"out" if of == 9 else "part": other}))
     assert _one_launch(*given(heads=MOST_PROGRAMS // 2)) and not _one_launch(*given(heads=MOST_PROGRAMS // 2 + 1))
-
-
-def test_a_sum_refuses_what_does_not_fit():
-    out = torch.zeros(2, 9, 2, 8)
-    for part, intervals in ((out[:, :3], ((0, 4),)), (out[0], ((0, 9),)), (out[:, :, :1], ((0, 9),))):
-        with pytest.raises(ValueError, match="give as many tokens"):
-            sum_parts(out, [(part, intervals)])
 
 
 @needs_interpreter

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from attention.executors.policy import REPLAY
 from attention.masks.band import Band
+from attention.replay import REPLAY
 from attention.variants.registry import AUTO, VARIANTS
 from runner.config.document_lengths import real_lengths
 from runner.config.experiment import PHASES, Experiment
