@@ -59,7 +59,7 @@ class Variant(Generic[Chosen]):
     def check_mask(self, options: Chosen, mask: Band) -> None:
         """Raises ValueError for a mask that the variant can't do."""
         if self.causal_only and mask.right != 0:
-            raise self.needs_causal(able(mask))
+            raise self.not_causal("causal=false", able(mask))
         if mask.windowed and not self.windows:
             raise ValueError(f"window=({mask.left}, {mask.right}): {self.name} has no sliding window; {able(mask)} do")
 
@@ -82,7 +82,7 @@ class Variant(Generic[Chosen]):
                 f"{mask.asked()}: {self.name} takes {able}{windows} only; {takers(mask, tokens)} take this"
             )
         if self.causal_only and not mask.is_causal(tokens):
-            raise self.not_causal(mask, takers(mask, tokens))
+            raise self.not_causal(mask.asked(), takers(mask, tokens))
 
     def divides(self, cu_seqlens: CuSeqlens, world: int) -> bool:
         """Whether the layout takes these lengths, with the default options."""
@@ -106,15 +106,8 @@ class Variant(Generic[Chosen]):
 
     # What follows holds for every variant.
 
-    def not_causal(self, mask: Mask, others: str) -> ValueError:
-        return ValueError(
-            f"{mask.asked()}: some query sees a later key, and {self.name} is for causal masks; {others} take this"
-        )
-
-    def needs_causal(self, others: str) -> ValueError:
-        return ValueError(
-            f"causal=false: {self.name} balances the causal mask and is defined for causal=true only; otherwise use {others}"
-        )
+    def not_causal(self, asked: str, others: str) -> ValueError:
+        return ValueError(f"{asked}: some query sees a later key, and {self.name} is for causal masks; use {others}")
 
     def parse(self, options: Chosen | Mapping[str, Any] | None = None) -> Chosen:
         """Options by name as a dataclass, defaults for the rest. Raises ValueError for a name that the variant

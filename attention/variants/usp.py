@@ -36,11 +36,11 @@ class _Usp(Variant[UspOptions]):
 
     def check_mask(self, options: UspOptions, mask: Band) -> None:
         if options.ring == "zigzag" and mask.right != 0:
-            raise self.needs_causal("usp with ring=contiguous")
+            raise self.not_causal("causal=false", "usp with ring=contiguous")
 
     def check_cut(self, options: UspOptions, mask: Mask, tokens: int) -> None:
         if options.ring == "zigzag" and not mask.is_causal(tokens):
-            raise self.not_causal(mask, f"usp with ring=contiguous, {takers(mask, tokens)}")
+            raise self.not_causal(mask.asked(), f"usp with ring=contiguous, {takers(mask, tokens)}")
 
 
 register(

@@ -63,7 +63,7 @@ def test_a_refusal_names_what_the_caller_gave_and_all_that_would_work():
         fn(packed, packed, packed, cu_seqlens=[0, 4, 8], mask=masks.prefix_lm(2))
     assert str(error.value) == (
         "mask=prefix_lm(prefix=2), full attention with cu_seqlens=[0, 4, 8]: some query sees a later key, and zigzag is for "
-        "causal masks; balanced, llama3, ring, ring_allgather and ulysses take this"
+        "causal masks; use balanced, llama3, ring, ring_allgather and ulysses"
     )
 
 
