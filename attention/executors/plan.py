@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.executors import executor
 from attention.geometry.intervals import joined, length
-from attention.geometry.layouts import CuSeqlens, sizes_of
+from attention.geometry.layouts import CuSeqlens, ceiled, sizes_of
 from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, Subproblem, steps
 from attention.geometry.transfers import Route, step_routes
 from attention.gpu.uploads import held, uploaded
@@ -150,8 +150,9 @@ def _of_lengths(step: PlannedStep, problem: Problem, lengths: Tensor) -> Planned
     """A decode's step whose call reads the number of keys of each batch element."""
     if not step.calls:
         return step
-    (each,), ((first, _),), (shard,) = step.calls, step.keys, problem.shards[step.owner]
-    call = replace(each.call, lengths=KvLengths(lengths, shard.start + first, problem.cu_seqlens[-1]))
+    (each,), ((first, _),), total = step.calls, step.keys, problem.cu_seqlens[-1]
+    before = ceiled(total, problem.world, step.owner).start
+    call = replace(each.call, lengths=KvLengths(lengths, before + first, total))
     return replace(step, calls=(replace(each, call=call),))
 
 

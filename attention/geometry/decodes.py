@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from attention.geometry.layouts import ceiled
 from attention.geometry.schedules import Block, Problem, Schedule, Step, steps
 from attention.masks.band import Intervals, tile
 
@@ -14,7 +15,8 @@ def block(problem: Problem, owner: int, end: int | None = None) -> Block | None:
     """All queries that see some key of `owner`, against the keys that they see; None where no query sees one. end: the keys of
     one batch element, by default all. With `problem.ends` the block has all queries, the keys that those of some element may
     see, and the mask of the problem, which is aligned to each element's own end."""
-    n, (keys,), ends = problem.q_tokens or 0, problem.shards[owner], problem.ends if end is None else None
+    keys = ceiled(problem.cu_seqlens[-1], problem.world, owner)
+    n, ends = problem.q_tokens or 0, problem.ends if end is None else None
     least, most = ends or (problem.cu_seqlens[-1] if end is None else end,) * 2
     part = tile(problem.band, (least - n, most), (keys.start, min(keys.stop, most)))
     if part is None or not n:

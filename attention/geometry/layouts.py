@@ -46,7 +46,7 @@ class Layout:
     split: Callable[[int, int], tuple[Shard, ...]]
     per_sequence: bool = True
     replicated: bool = False
-    uneven: bool = False
+    uneven: bool = False  # of one sequence
     inner: int = 1
 
     def check(self, cu_seqlens: CuSeqlens, world: int) -> None:
@@ -153,7 +153,7 @@ def sizes_of(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[int, ..
     if not layout.uneven:
         layout.check(cu_seqlens, world)
         return (cu_seqlens[-1] // (1 if layout.replicated else world),) * world
-    return tuple(map(size, layout.shards(cu_seqlens, world)))
+    return tuple(map(size, layout.split(cu_seqlens[-1], world)))  # a decode's, anew for each token: not kept
 
 
 def largest(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> int:
@@ -179,8 +179,13 @@ def _replicated(length: int, world: int) -> tuple[Shard, ...]:
 def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
     """Rank r: piece r of ceil(length / W) tokens, as far as they go. The keys in Tree Attention (Shyam et al.,
     2024)."""
+    return tuple((ceiled(length, world, rank),) for rank in range(world))
+
+
+def ceiled(length: int, world: int, rank: int) -> range:
+    """The one piece of a rank."""
     each = -(-length // world)
-    return tuple((range(min(r * each, length), min((r + 1) * each, length)),) for r in range(world))
+    return range(min(rank * each, length), min((rank + 1) * each, length))
 
 
 # Layouts that several variants share; the others stand in their variant's file.

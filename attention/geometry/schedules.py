@@ -376,9 +376,10 @@ def _by_buffer(keys: NDArray[np.int64], count: int) -> list[Intervals]:
 
 def steps(problem: Problem, rank: int) -> tuple[Step, ...]:
     """All steps of one rank, kept with the problem."""
-    if rank not in problem.steps:
-        problem.steps[rank] = problem.schedule.steps(problem, rank)
-    return problem.steps[rank]
+    made = problem.steps
+    if rank not in made:
+        made[rank] = problem.schedule.steps(problem, rank)
+    return made[rank]
 
 
 def _weight(problem: Problem, *_: object) -> int:

@@ -49,17 +49,19 @@ def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:
     """What moves before each step. This rank receives the keys that its step needs from their owner, placed one
     interval after another. It sends its keys to every rank whose step needs them. The keys of a gather are not
     included: see `gather_move`."""
-    placed = lru_cache(side_by_side)  # most steps need the same keys
     sends, routes = problem.schedule.sends(problem, rank), []
 
     def pieces(remote: int, keys: Intervals) -> tuple[Piece, ...]:
-        return (Piece(remote, keys, placed(keys)),) if keys else ()
+        return (Piece(remote, keys, _placed(keys)),) if keys else ()
 
     for i, step in enumerate(steps(problem, rank)):
         sent = pieces((rank + i) % problem.world, sends[i]) if sends else ()
         received = () if step.owner in (rank, SEQUENCE) else pieces(step.owner, step.keys)
         routes.append(Route(sent, received))
     return tuple(routes)
+
+
+_placed = lru_cache(maxsize=64)(side_by_side)  # most steps need the same keys
 
 
 def shared(mine: Places, theirs: Places, world: int) -> list[tuple[Intervals, Intervals]]:
