@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from statistics import mean, pstdev
 from typing import Any
@@ -23,53 +24,81 @@ WHOLE = "pass"  # the phase that is the whole pass
 KINDS = ("comp_", "wait_", "comm_")  # in the order of tables
 
 
+@dataclass(eq=False)
 class Span:
-    """One timed execution of one phase: on CUDA two events on the current stream. Their times are read later, so that recording
-    synchronises nothing."""
+    """One timed execution of one phase, as a context."""
 
-    def __init__(self, name: str, step: int, cuda: bool):
-        self.name, self.step, self.cuda = name, step, cuda
-        self.begin = self._now()
+    recorder: Recorder
+    name: str
+    step: int = NO_STEP
 
-    def _now(self) -> Any:
-        if not self.cuda:
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    def __enter__(self) -> None:
+        self.within = self.recorder.pause()
+        self.start()
+
+    def __exit__(self, *exc: object) -> None:
+        self.end()
+        if self.within:  # a layer's backward goes on: it recomputed its forward, which has phases
+            self.recorder.start_layer(self.within)
+
+    def start(self) -> None:
+        self.range = self.recorder.annotate(self.name)
+        self.range.__enter__()
+        self.begin = self.recorder.now()
 
     def end(self) -> None:
-        self.finish = self._now()
+        self.finish = self.recorder.now()
+        self.recorder.spans.append(self)
+        self.range.__exit__(None, None, None)
 
     def since(self, mark: Any) -> tuple[float, float]:
         """(begin, end) in ms after `mark`: a perf_counter_ns on a CPU, an event on CUDA."""
-        if self.cuda:
-            return mark.elapsed_time(self.begin), mark.elapsed_time(self.finish)
-        return (self.begin - mark) / 1e6, (self.finish - mark) / 1e6
+        ms = (lambda x: (x - mark) / 1e6) if isinstance(mark, int) else mark.elapsed_time
+        return ms(self.begin), ms(self.finish)
+
+
+def _event() -> Any:
+    """An event on the current stream. Times of events are read later, so that recording synchronises nothing."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 class Recorder:
     """Collects spans; read their times when the device is idle. With `annotate`, each phase is also a range by that name:
     of the torch profiler (`torch.profiler.record_function`) or of NVTX (`torch.cuda.nvtx.range`)."""
 
-    def __init__(self, device: torch.device, annotate: Callable[[str], AbstractContextManager[Any]] | None = None):
+    def __init__(self, device: torch.device, annotate: Callable[[str], Any] | None = None):
         self.spans: list[Span] = []
-        self.span = partial(Span, cuda=device.type == "cuda")
+        self.span = partial(Span, self)
+        self.now = _event if device.type == "cuda" else time.perf_counter_ns
         self.annotate = annotate or nullcontext
-        self.layer: _Phase | None = None  # the one whose backward is going on
+        self.layer: str | None = None  # whose backward is going on
+
+    def start_layer(self, name: str) -> None:
+        """The backward of a layer, instead of the one that was going on."""
+        self.pause()
+        self.layer, self.backward = name, self.span(name)
+        self.backward.start()
+
+    def pause(self) -> str | None:
+        name, self.layer = self.layer, None
+        if name:
+            self.backward.end()
+        return name
 
 
-_active: Recorder | None = None
+active: Recorder | None = None  # phases are recorded while there is one
 
 
 @contextmanager
 def recording(recorder: Recorder) -> Iterator[Recorder]:
-    global _active
-    before, _active = _active, recorder
+    global active
+    before, active = active, recorder
     try:
         yield recorder
     finally:
-        _active = before
+        active = before
 
 
 class Phases:
@@ -79,17 +108,17 @@ class Phases:
         self.ms: dict[str, list[float]] = defaultdict(list)
         self.total_ms = 0.0
 
-    def table(self) -> str:
+    def __str__(self) -> str:
         """A line for each phase: how often it ran, mean, deviation and total in ms, and its share of the whole block."""
-        width = max(map(len, [*self.ms, "whole block"]))
+        rows = {name: self.ms[name] for name in in_order(self.ms)} | {"whole block": [self.total_ms]}
+        width = max(map(len, rows))
         lines = [f"{'phase':{width}}  {'count':>6}  {'mean ms':>10}  {'deviation':>10}  {'total ms':>10}  {'share':>6}"]
-        for name, ms in [*((name, self.ms[name]) for name in in_order(self.ms)), ("whole block", [self.total_ms])]:
-            share = sum(ms) / self.total_ms if self.total_ms else 0.0
-            numbers = f"{len(ms):6}  {mean(ms):10.3f}  {pstdev(ms):10.3f}  {sum(ms):10.3f}  {share:6.1%}"
-            lines.append(f"{name:{width}}  {numbers}")
+        lines += [
+            f"{name:{width}}  {len(ms):6}  {mean(ms):10.3f}  {pstdev(ms):10.3f}  {sum(ms):10.3f}  "
+            f"{sum(ms) / (self.total_ms or 1):6.1%}"
+            for name, ms in rows.items()
+        ]
         return "\n".join(lines)
-
-    __str__ = table
 
 
 @contextmanager
@@ -104,77 +133,26 @@ def record() -> Iterator[Phases]:
     The phases are complete when the block ends. On CUDA their times are those between events on the current stream, and
     the end waits for the device. CUDA graphs are off meanwhile."""
     phases, recorder = Phases(), Recorder(torch.device("cuda" if torch.cuda.is_initialized() else "cpu"))
-    whole = recorder.span(WHOLE, NO_STEP)
     try:
-        with recording(recorder):
+        with recording(recorder), recorder.span(WHOLE):
             yield phases
     finally:
-        whole.end()
-        if whole.cuda:
+        if torch.cuda.is_initialized():
             torch.cuda.synchronize()
-        for span in [*recorder.spans, whole]:
-            begin, end = span.since(whole.begin)
-            if span is whole:
-                phases.total_ms = end
-            else:
-                phases.ms[span.name].append(end - begin)
+        for span in recorder.spans:
+            phases.ms[span.name].append(span.since(span.begin)[1])
+        (phases.total_ms,) = phases.ms.pop(WHOLE)
 
 
 def in_order(names: Iterable[str]) -> list[str]:
     """The names of phases in the order of tables: compute, waiting, transfers, then blocks of a user's."""
-    return sorted(names, key=lambda name: (*(not name.startswith(kind) for kind in KINDS), name))
-
-
-class _Phase:
-    def __init__(self, recorder: Recorder, name: str, step: int):
-        self.recorder, self.name, self.step = recorder, name, step
-
-    def __enter__(self) -> None:
-        self.within = self.recorder.layer
-        self._pause(self.within)
-        self.start()
-
-    def __exit__(self, *exc: object) -> None:
-        self.end()
-        if self.within is not None:  # a layer's backward goes on: it recomputed its forward, which has phases
-            self.recorder.layer = self.within
-            self.within.start()
-
-    def start(self) -> None:
-        self.range = self.recorder.annotate(self.name)
-        self.range.__enter__()
-        self.current = self.recorder.span(self.name, self.step)
-
-    def end(self) -> None:
-        self.current.end()
-        self.recorder.spans.append(self.current)
-        self.range.__exit__(None, None, None)
-
-    def start_backward(self) -> None:
-        """Instead of the layer whose backward was going on."""
-        self._pause(self.recorder.layer)
-        self.recorder.layer = self
-        self.start()
-
-    def end_backward(self) -> None:
-        if self.recorder.layer is self:
-            self._pause(self)
-
-    def _pause(self, layer: _Phase | None) -> None:
-        if layer is not None:
-            layer.end()
-            self.recorder.layer = None
+    return sorted(names, key=lambda name: ([not name.startswith(kind) for kind in KINDS], name))
 
 
 _NOTHING = nullcontext()
 
 
-def active() -> bool:
-    """Whether phases are being recorded."""
-    return _active is not None
-
-
-def phase(name: str, step: int = NO_STEP) -> _Phase | nullcontext[None]:
+def phase(name: str, step: int = NO_STEP) -> Span | nullcontext[None]:
     """A context manager around the work of one phase of one step.
 
     Blocks of your own are timed with the program's phases: in a variant, a kernel or a layer write
@@ -187,32 +165,32 @@ def phase(name: str, step: int = NO_STEP) -> _Phase | nullcontext[None]:
     `comp_`, `wait_` or `comm_`, a block overlaps what it holds and is not part of the sum. Outside of a run's phase
     pass and of `record` this does nothing. Raises ValueError for the name `pass`, which the table gives to the whole pass, and for
     one that is empty or has a comma or a line break."""
-    if _active is not None and (not name or name == WHOLE or set(name) & set(",\r\n")):
+    if active is None:
+        return _NOTHING
+    if not name or name == WHOLE or set(name) & set(",\r\n"):
         raise ValueError(f"phase({name!r}): is no name of a phase; give a word, such as phase('mine')")
-    return _NOTHING if _active is None else _Phase(_active, name, step)
+    return active.span(name, step)
 
 
 def layer(name: str, fn: Callable[..., Any], x: Tensor, *more: Any, **named: Any) -> Any:
     """fn(x, *more, **named), as a phase of the forward and one of the backward: from the gradient of its outputs, a tensor or a
     tuple, to that of x. Records nothing, and adds no hook, unless a recorder is active."""
-    if _active is None:
-        return fn(x, *more, **named)
     with phase(name):
         out = fn(x, *more, **named)
-    outs = [y for y in (out if isinstance(out, tuple) else (out,)) if isinstance(y, Tensor) and y.requires_grad]
-    if x.requires_grad and outs:
-        going: list[_Phase] = []
+    recorder = active
+    if recorder is None or not x.requires_grad:
+        return out
 
-        def start(_: Tensor) -> None:
-            if _active is not None and not going:
-                going.append(_Phase(_active, name, NO_STEP))
-                going[0].start_backward()
+    def start(_: Tensor) -> None:
+        if active is recorder and recorder.layer != name:
+            recorder.start_layer(name)
 
-        def end(_: Tensor) -> None:
-            if going:
-                going.pop().end_backward()
+    def end(_: Tensor) -> None:
+        if recorder.layer == name:
+            recorder.pause()
 
-        for y in outs:
+    for y in out if isinstance(out, tuple) else (out,):
+        if isinstance(y, Tensor) and y.requires_grad:
             y.register_hook(start)
-        x.register_hook(end)
+    x.register_hook(end)
     return out

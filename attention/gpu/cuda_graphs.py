@@ -46,7 +46,7 @@ class GraphReplay:
         """`run(*inputs)`, whose launches depend on the key and the inputs' shapes alone. begin: done before each replay.
         Raises UnsupportedCall where it can't be captured, without `or_eager`."""
         device = inputs[0].device
-        if profiling.active() or capturing(device):
+        if profiling.active or capturing(device):
             return run(*inputs)
         form = (key, device, *(x.shape for x in inputs))
         known = form in self.graphs

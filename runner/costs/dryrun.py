@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -218,9 +218,11 @@ class _Log:
         else:
             self.add("copy", bytes=size)
 
-    def span(self, name: str, step: int) -> Any:
+    @contextmanager
+    def span(self, name: str, step: int) -> Iterator[None]:
         self.phases.append((name, step))
-        return SimpleNamespace(end=self.phases.pop)
+        yield
+        self.phases.pop()
 
     def ended(self, memory: _Memory, transport: Transport) -> Pass:
         queue = getattr(transport, "queue", None)
