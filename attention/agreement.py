@@ -140,8 +140,6 @@ class Calls:
     def check(self, asked: Asked) -> None:
         """Raises Disagreement, on every rank, unless all ranks have the same description `asked` of a new plan, which is
         text by field."""
-        if self.store is None:
-            return
         with _store_answers():
             self.plans += 1
             plan = f"{self.epoch}.{self.plans}"
@@ -169,29 +167,26 @@ class Calls:
             if not waited:
                 self._post()
             waited += PATIENCE_S
-            why = self.news()
-            if not why and waited >= self.timeout_s:
-                why = self._late(f"reach the transfers of {self.where}", lambda x: x["where"] == self.where)
-                why = why or f"the transfers of {self.where} did not end within {waited:g} s"
-            if why:
-                self._give_up(why)
+            late = ""
+            if waited >= self.timeout_s:
+                late = self._late(f"reach the transfers of {self.where}", lambda x: x["where"] == self.where)
+                late = late or f"the transfers of {self.where} did not end within {waited:g} s"
+            if self.news(late):
                 self._interrupt()
                 raise Disagreement(self.broken)
         if transfer.exception() and self.news():
             raise Disagreement(self.broken) from transfer.exception()
 
-    def news(self) -> str:
-        """Why a wait for other ranks has to end, or empty. To be asked if it takes longer than `PATIENCE_S`."""
+    def news(self, late: str = "") -> str:
+        """Why a wait for other ranks has to end, or empty. To be asked if it takes longer than `PATIENCE_S`. late: a reason to give up
+        where no other rank failed."""
         if self.store is not None and not self.broken:
             with suppress(RuntimeError):  # the store is gone; so is a rank
-                if why := self._failure():
-                    self._give_up(why)
+                late = self._failure() or late
+            if late:
+                self.broken = f"{late}. {BROKEN}"
+                self.fail(Disagreement(self.broken))
         return self.broken
-
-    def _give_up(self, why: str) -> None:
-        if not self.broken:
-            self.broken = f"{why}. {BROKEN}"
-            self.fail(Disagreement(self.broken))
 
     def _interrupt(self) -> None:
         """Ends all transfers of a gloo group, here and on ranks that wait for this one. Otherwise the thread that waits

@@ -319,30 +319,31 @@ class ContextParallel:
             if dropout or unknown:
                 check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
                 raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+            usual = (
+                window is NO_WINDOW and type(padding) is int and not padding and scale is softcap is mask is sinks is cu_seqlens
+                is kv_tokens is kv_lengths is prefix is prefix_tokens is None
+            )  # fmt: skip
+            arguments = {"causal": causal} if usual else {
+                "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask, "sinks": sinks,
+                "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "softcap": softcap,
+            }  # fmt: skip
+            if prefix is not None or prefix_tokens is not None:
+                out, lse = self._with_prefix(q, k, v, arguments, prefix, prefix_tokens)
+                return (out, lse) if return_lse else out
             key: Hashable = None  # what decides whether a call was checked before: all but the numbers in its tensors
             prepared: Prepared | None = None
-            if kv_tokens is kv_lengths is prefix is prefix_tokens is None and not self.variant.decode:
-                more: Hashable = ()
-                usual = window is NO_WINDOW and scale is softcap is mask is sinks is cu_seqlens is None
-                if not usual or type(padding) is not int or padding:
-                    more = key_of_more(scale, window, softcap, mask, sinks, cu_seqlens, padding)
+            if kv_tokens is kv_lengths is None and not self.variant.decode:
                 try:
                     key = (
                         q.shape, q.dtype, q.device, q.layout, type(q), k.shape, k.dtype, k.device, k.layout, type(k), v.shape,
-                        v.dtype, v.device, v.layout, type(v), causal, type(causal), bool(return_lse), more,
+                        v.dtype, v.device, v.layout, type(v), causal, type(causal), bool(return_lse),
                         torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+                        None if usual else key_of_more(arguments),
                     )  # fmt: skip
                     prepared = self.plans.prepared.get(key)
                 except (AttributeError, RuntimeError, TypeError):  # what is refused: no tensors, nested ones
                     key = None
             if prepared is None:
-                arguments = {
-                    "causal": causal, "scale": scale, "window": window, "cu_seqlens": cu_seqlens, "mask": mask,
-                    "kv_tokens": kv_tokens, "kv_lengths": kv_lengths, "padding": padding, "sinks": sinks, "softcap": softcap,
-                }  # fmt: skip
-                if prefix is not None or prefix_tokens is not None:
-                    out, lse = self._with_prefix(q, k, v, arguments, prefix, prefix_tokens)
-                    return (out, lse) if return_lse else out
                 prepared = self._prepared(q, k, v, **arguments, return_lse=return_lse)
                 if key is not None:
                     self.plans.prepare(key, prepared)

@@ -140,9 +140,7 @@ class Unshard(torch.autograd.Function):
 
 def token_range(x: Tensor, dim: int, r: range) -> Tensor:
     """The tokens `r` of x along `dim`: a view."""
-    at: list[Any] = [slice(None)] * x.dim()
-    at[dim] = slice(r.start, r.stop, r.step)
-    return x[tuple(at)]
+    return x[(*[slice(None)] * dim, slice(r.start, r.stop, r.step))]
 
 
 class _FirstOrder(torch.autograd.Function):

@@ -119,23 +119,15 @@ def call_spec(
     )
 
 
-def key_of_more(
-    scale: float | None,
-    window: tuple[int, int],
-    softcap: float | None,
-    mask: Mask | None,
-    sinks: Tensor | None,
-    cu_seqlens: Lengths,
-    padding: int,
-) -> Hashable:
+def key_of_more(arguments: Mapping[str, Any]) -> Hashable:
     """The part of a call's key for arguments that are not the defaults. Raises ValueError for wrong ones."""
-    of_sinks = (
-        (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad) if isinstance(sinks, Tensor) else type(sinks)
-    )
-    numbers = check_scale(scale), check_softcap(softcap), *check_window(window)
-    added = padding if isinstance(padding, int) else None, type(padding)  # True is no number of tokens, yet equal to 1
-    lengths = None if cu_seqlens is None else whole_lengths(cu_seqlens)
-    return *numbers, *added, id(mask), of_sinks, torch.is_grad_enabled(), lengths
+    sinks, padding, lengths = (arguments[name] for name in ("sinks", "padding", "cu_seqlens"))
+    tensor = isinstance(sinks, Tensor) and (sinks.shape, sinks.dtype, sinks.device, sinks.requires_grad)
+    return (
+        check_scale(arguments["scale"]), check_softcap(arguments["softcap"]), check_window(arguments["window"]),
+        id(arguments["mask"]), type(sinks), tensor, torch.is_grad_enabled(), padding, type(padding),
+        lengths is not None and whole_lengths(lengths),
+    )  # fmt: skip
 
 
 def process_group(group: object) -> dist.ProcessGroup | None:
@@ -267,8 +259,8 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     if sinks is None:
         return
     if not isinstance(sinks, Tensor) or sinks.shape != q.shape[-2:-1]:
-        given = list(sinks.shape) if isinstance(sinks, Tensor) else _text(sinks)
-        raise ValueError(f"sinks: {given} given: must be a tensor [{q.shape[-2]}], a logit for each head of q")
+        shape = list(sinks.shape) if isinstance(sinks, Tensor) else _text(sinks)
+        raise ValueError(f"sinks: {shape} given: must be a tensor [{q.shape[-2]}], a logit for each head of q")
     if sinks.dtype not in DTYPES or sinks.device != q.device:
         raise ValueError(
             f"sinks are {sinks.dtype} on {sinks.device}: must be bf16, fp16, fp32 or fp64 on {q.device}; "
@@ -382,10 +374,8 @@ def check_prefix(prefix: object, k: Tensor, v: Tensor, variant: Variant[Any]) ->
     if not variant.decode:
         raise ValueError(f"prefix: {variant.name} is no decode; take {decodes()}, or mask=masks.shared_prompt(...)")
     if not isinstance(prefix, tuple | list) or not all(isinstance(x, Tensor) for x in prefix) or len(prefix) != 2:
-        given = "no prefix" if prefix is None else type(prefix).__name__
-        raise ValueError(
-            f"prefix: {given} given: must be a pair (k, v) of tensors [1, N_p, Hk, D] and [1, N_p, Hk, Dv]"
-        )
+        kind = "no prefix" if prefix is None else type(prefix).__name__
+        raise ValueError(f"prefix: {kind} given: must be a pair (k, v) of tensors [1, N_p, Hk, D] and [1, N_p, Hk, Dv]")
     keys, values = (x.unsqueeze(0) if x.dim() == 3 else x for x in prefix)
     for name, x, like in (("k", keys, k), ("v", values, v)):
         if x.dim() != 4 or x.shape[0] != 1 or x.shape[2:] != like.shape[2:]:

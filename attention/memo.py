@@ -28,9 +28,9 @@ class Memo(Generic[P, R]):
     def __init__(self, function: Callable[P, R], most: int, weight: Callable[..., int], subjects: int):
         self.function, self.most, self.weight, self.most_subjects = function, most, weight, subjects
         update_wrapper(self, function)
-        self.found: OrderedDict[Any, tuple[R, int]] = OrderedDict()
+        self.results: OrderedDict[Any, tuple[R, int]] = OrderedDict()
         self.subjects: Counter[tuple[Any, ...]] = Counter()  # the entries of each
-        self.latest: tuple[tuple[Any, ...], R] | None = None  # found by identity: a problem's hash takes longer
+        self.latest: tuple[tuple[Any, ...], R] | None = None  # by identity: a problem's hash takes longer
         self.held = self.misses = 0
         self.lock = Lock()
 
@@ -40,9 +40,9 @@ class Memo(Generic[P, R]):
         if latest is not None and len(args) == len(latest[0]) and all(map(is_, args, latest[0])):
             return latest[1]
         with self.lock:
-            known = self.found.get(args)
+            known = self.results.get(args)
             if known is not None:
-                self.found.move_to_end(args)
+                self.results.move_to_end(args)
                 self.latest = args, known[0]
                 return known[0]
         result = self.function(*args, **kwargs)
@@ -50,16 +50,16 @@ class Memo(Generic[P, R]):
         with self.lock:
             self.misses += 1
             self.latest = args, result
-            if args not in self.found:
-                self.found[args] = result, weight
+            if args not in self.results:
+                self.results[args] = result, weight
                 self.held += weight
                 self.subjects[_subject(args)] += 1
-            while (self.held > self.most or len(self.subjects) > self.most_subjects) and len(self.found) > 1:
+            while (self.held > self.most or len(self.subjects) > self.most_subjects) and len(self.results) > 1:
                 self._forget_oldest()
         return result
 
     def _forget_oldest(self) -> None:
-        args, (_, weight) = self.found.popitem(last=False)
+        args, (_, weight) = self.results.popitem(last=False)
         self.held -= weight
         subject = _subject(args)
         self.subjects[subject] -= 1
@@ -68,7 +68,7 @@ class Memo(Generic[P, R]):
 
     def cache_clear(self) -> None:
         with self.lock:
-            self.found.clear()
+            self.results.clear()
             self.subjects.clear()
             self.latest = None
             self.held = self.misses = 0

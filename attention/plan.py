@@ -40,7 +40,8 @@ UNCOMPARED = ("shape", "kv_tokens", "kv_lengths", "agreement_s")  # which ranks 
 
 
 class Prepared(NamedTuple):
-    """A checked call. sign: of its scale. padding: where this rank has padding. mask: kept alive, since the key has its identity."""
+    """A checked call. gradient: whether it may have a backward. scale: its sign is moved into the queries. padding: where this rank has
+    padding. mask: kept alive, since the key has its identity."""
 
     plan: Plan
     gradient: bool

@@ -83,18 +83,16 @@ def touch(*xs: Tensor) -> None:
     torch._foreach_zero_(xs)
 
 
-def _by_kernel(*given: Tensor) -> bool:
+def _by_kernel(*xs: Tensor) -> bool:
     """Whether our Triton kernel can copy these tensors' tokens by index."""
-    return given[0].is_cuda and all(x.is_floating_point() and tokens_contiguous(x.shape, x.stride()) for x in given)
+    return xs[0].is_cuda and all(x.is_floating_point() and tokens_contiguous(x.shape, x.stride()) for x in xs)
 
 
 def _copy_by_index(into: Tensor, x: Tensor, to: tuple[Interval, ...], of: tuple[Interval, ...]) -> None:
     """Copy the tokens `of` x to the tokens `to` of `into`, both in order."""
     from attention.ops.rows import sum_rows
 
-    here, there = (token_indices(each, x.device, torch.int32) for each in (of, to))
-    if here.numel() != there.numel():
-        raise ValueError(f"{here.numel()} tokens for {there.numel()} places: give as many")
+    here, there = (token_indices(intervals, x.device, torch.int32) for intervals in (of, to))
     sum_rows([into], there, [[x]], here[None])
 
 
@@ -107,9 +105,9 @@ def take(x: Tensor, intervals: tuple[Interval, ...], dim: int = TOKENS) -> Tenso
     if len(intervals) > FEW:
         if dim == TOKENS and _by_kernel(x):
             n = token_indices(intervals, x.device, torch.int32).numel()
-            found = empty_tokens(x, n)
-            _copy_by_index(found, x, ((0, n),), intervals)
-            return found
+            taken = empty_tokens(x, n)
+            _copy_by_index(taken, x, ((0, n),), intervals)
+            return taken
         return x.index_select(dim, token_indices(intervals, x.device))
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals], dim)
 
@@ -158,7 +156,6 @@ def read_once(x: Tensor) -> tuple[int, ...]:
     if x.is_inference():
         return tuple(x.tolist())
     state = (x._version, x.data_ptr(), x.shape)
-    found = _read.get(x)
-    if found is None or found[0] != state:
-        found = _read[x] = (state, tuple(x.tolist()))
-    return found[1]
+    if x not in _read or _read[x][0] != state:
+        _read[x] = state, tuple(x.tolist())
+    return _read[x][1]

@@ -5,13 +5,10 @@ publishes the option, else as a property with the one value that there is. Pure 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 from attention.errors import UnsupportedCall, nearest
-
-Choices = Callable[[int, int], Sequence[Any]]  # of the KV heads and the world size
 
 
 def divisors(n: int) -> list[int]:
@@ -20,20 +17,14 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def option(default: Any, choices: Choices | None = None, values: tuple[Any, ...] = ()) -> Any:
-    """A field that takes one of `values`, if there are some, or its default. The values that "best" tries are
-    `choices(kv_heads, world)`; without choices "best" is refused."""
-    return field(default=default, metadata={"choices": choices, "values": values})
-
-
 def one_of(values: tuple[Any, ...], default: Any) -> Any:
-    """An option that takes one of `values`, all of which "best" tries, or its default."""
-    return option(default, lambda kv_heads, world: values, values)
+    """A field that takes one of `values`, or its default."""
+    return field(default=default, metadata={"values": values})
 
 
 @dataclass(frozen=True)
 class Options:
-    """A variant's options; a subclass adds fields by `option` and `one_of`. `from_call`: the fields that say what calls will have.
+    """A variant's options; a subclass adds fields, some by `one_of`. `from_call`: the fields that say what calls will have.
     They are given to `attention.make`, but are no keys of a configuration. `mask`: what a layout was made for, and the mask of a call
     where none is given."""
 
@@ -44,12 +35,6 @@ class Options:
     def names(cls) -> tuple[str, ...]:
         """Those that a user may set: all but the ones that a call has anyway."""
         return tuple(x.name for x in fields(cls) if x.name not in cls.from_call)
-
-    @classmethod
-    def choices(cls, name: str, kv_heads: int, world: int) -> list[Any] | None:
-        """The values of an option among which "best" decides; None for an option that has no list of them."""
-        choices = {x.name: x.metadata.get("choices") for x in fields(cls)}.get(name)
-        return None if choices is None else list(choices(kv_heads, world))
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         """Raises ValueError for a value that is unknown, or does not go with these heads in this world."""
@@ -97,7 +82,7 @@ class RingOptions(Options):
 class HeadParts(RingOptions):
     """A ring, or an exchange of heads, in parts of the heads."""
 
-    head_parts: int | None = option(None, lambda kv_heads, world: divisors(kv_heads))
+    head_parts: int | None = None  # type: ignore[override]
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         """Each rank's KV heads can be computed in so many parts."""
@@ -115,7 +100,7 @@ class HeadParts(RingOptions):
 class GatherOptions(Options):
     """What the gather executor reads. `heads_k_stride`: KV heads that are gathered at a time, all for None."""
 
-    heads_k_stride: int | None = option(None, lambda kv_heads, world: divisors(kv_heads))
+    heads_k_stride: int | None = None
 
     @property
     def grouping(self) -> str:

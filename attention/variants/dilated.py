@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens, Layout
-from attention.geometry.options import Options, one_of, option
+from attention.geometry.options import Options, one_of
 from attention.geometry.schedules import GATHER, LOCAL, LocalSchedule, Problem, Subproblem
 from attention.masks.band import Band
 from attention.masks.checks import whole_numbers
@@ -44,8 +44,8 @@ class PairOptions(Options):
     """`segments` and `rates`: lengths in tokens and a rate for each; None: a default by the number of tokens. `mixing` and `weights`:
     see this module."""
 
-    segments: tuple[int, ...] | None = option(None)
-    rates: tuple[int, ...] | None = option(None)
+    segments: tuple[int, ...] | None = None
+    rates: tuple[int, ...] | None = None
 
     mixing = "head_groups"
     weights = "joint"
@@ -76,8 +76,8 @@ class DilatedOptions(PairOptions):
     """`pattern_cache`: the plans of the components are kept from call to call. `memory_pool`: so are buffers that a call writes and
     no result needs."""
 
-    mixing: str = option("head_groups", values=("head_groups", "longnet"))
-    weights: str = option("joint", values=("joint", "detached"))
+    mixing: str = one_of(("head_groups", "longnet"), "head_groups")
+    weights: str = one_of(("joint", "detached"), "joint")
     pattern_cache: bool = one_of((False, True), True)
     memory_pool: bool = one_of((False, True), False)
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from attention.geometry.layouts import REPLICATED, CuSeqlens, Layout, Shard, chunk
-from attention.geometry.options import GROUPINGS, GatherOptions, one_of, option
+from attention.geometry.options import GROUPINGS, GatherOptions, one_of
 from attention.geometry.schedules import GATHER
 from attention.masks.band import Band
 from attention.variants.base import Variant, register
@@ -28,7 +28,7 @@ def chunked(n: int) -> Layout:
 
 @dataclass(frozen=True)
 class GroupedOptions(GatherOptions):
-    n_groups: int = option(2)
+    n_groups: int = 2
     grouping: str = one_of(GROUPINGS, "separate")
 
 

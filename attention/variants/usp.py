@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.geometry.layouts import CONTIGUOUS, Layout
-from attention.geometry.options import HeadParts, check_sharing, divisors, one_of, option, ulysses_group
+from attention.geometry.options import HeadParts, check_sharing, one_of, ulysses_group
 from attention.geometry.schedules import RING
 from attention.masks.band import Band
 from attention.masks.mask import Mask
@@ -19,7 +19,7 @@ from attention.variants.base import Variant, register, takers
 class UspOptions(HeadParts):
     """`ulysses_size`: None for as near to the world's square root as it goes."""
 
-    ulysses_size: int | None = option(None, lambda kv_heads, world: divisors(world))
+    ulysses_size: int | None = None
     ring: str = one_of(("zigzag", "contiguous"), "zigzag")
 
     def sharing(self, world: int) -> int:

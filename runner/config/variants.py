@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from itertools import product
 from typing import Any
 
 from attention.geometry.layouts import CuSeqlens
+from attention.geometry.options import divisors
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.variants.base import Variant
@@ -16,6 +18,9 @@ MODULES = (
     "dilated_multihead",
     "dilated_multihead_longnet",
 )  # measured with the projections and the LayerNorm around them
+# options that divide a number
+DIVISORS = {"head_parts": "KV heads", "heads_k_stride": "KV heads", "ulysses_size": "ranks"}
+UNTRIED = ("mixing", "weights")  # options that change the result
 PACKED = ("llama3", "ring_varlen", "zigzag_varlen")  # measured with packed batches, by default
 ONE_RANK = ("grouped",)  # one rank's share of a larger world: for world_size=1 only
 # the one-device baseline, by whether a variant is a decode and whether it mixes
@@ -37,7 +42,14 @@ def settings(
     names = [name for name, value in options.items() if value == BEST]
     able: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
-    for values in product(*(_choices(variant, name, kv_heads, world) for name in names)):
+    choices = {name: best_values(variant, name, kv_heads, world) for name in names}
+    for name in names:
+        if not choices[name]:
+            known = [name for name in variant.options.names() if best_values(variant, name, 1, 1)]
+            raise ValueError(
+                f"{name}={BEST}: {variant.name} has no list of its values; best may be {', '.join(known) or 'none'}"
+            )
+    for values in product(*choices.values()):
         setting = {**options, **dict(zip(names, values, strict=True))}
         try:
             parsed = variant.parse(setting)
@@ -51,15 +63,13 @@ def settings(
     return able, left_out
 
 
-def _choices(variant: Variant[Any], option: str, kv_heads: int, world: int) -> list[Any]:
-    """The values of an option among which "best" decides. Raises ValueError for an option that has no list of them."""
-    values = variant.options.choices(option, kv_heads, world)
-    if values is None:
-        able = [name for name in variant.options.names() if variant.options.choices(name, 1, 1) is not None]
-        raise ValueError(
-            f"{option}={BEST}: {variant.name} has no list of its values; best may be {', '.join(able) or 'none'}"
-        )
-    return values
+def best_values(variant: Variant[Any], option: str, kv_heads: int, world: int) -> list[Any]:
+    """The values of an option among which "best" decides; none for an option that has no list of them."""
+    if option in variant.options.names() and option in DIVISORS:
+        return divisors(kv_heads if DIVISORS[option] == "KV heads" else world)
+    if option in UNTRIED:
+        return []
+    return [y for x in fields(variant.options) if x.name == option for y in x.metadata.get("values", ())]
 
 
 def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:

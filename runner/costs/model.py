@@ -10,7 +10,7 @@ from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any
 
 from attention.geometry.counts import Shapes, sampled_places
-from attention.geometry.options import check_heads, divisors
+from attention.geometry.options import GROUPINGS, check_heads, divisors
 from attention.geometry.schedules import Problem, masks
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
@@ -27,11 +27,6 @@ LEFT_OUT = {
     "balanced": "balanced is made for one mask, which is not known before the shards",
     "grouped": "grouped is one rank's share, for measurement",
 }
-TRIED = {
-    "ulysses": ("head_parts",),
-    "usp": ("ulysses_size", "ring"),
-    "tree": ("reduce",),
-}  # options that may differ in time
 REPLAYED_WORTH = 1.05  # replayed estimates count as this much longer, for the memory that graphs keep
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its cost to the kernels around it
 COPY_SHARE = 0.85  # of it that the copies around a CUDA graph reach (docs/performance.md)
@@ -109,18 +104,14 @@ def unsuitable(name: str, task: Task) -> str | None:
 def _settings(name: str, task: Task) -> Iterator[Any]:
     """The variant's options with each combination of the values that may differ in time."""
     options, kv_heads = VARIANTS[name].options, task.shapes.kv_heads
-    values = {}
-    for option in TRIED.get(name, ("heads_k_stride", "grouping")):
-        choices = options.choices(option, kv_heads, task.world)
-        if option == "ulysses_size":
-            choices = divisors(task.world)[1:-1]  # groups of one are zigzag or ring, and one group is ulysses
-        elif option == "head_parts":
-            choices = [None, *divisors(max(1, kv_heads // task.world))]
-        elif option == "heads_k_stride" and choices:
-            choices[-1:] = []
-            choices.insert(0, None)  # all, the default
-        if choices is not None:
-            values[option] = choices
+    tried: dict[str, dict[str, Sequence[Any]]] = {
+        "ulysses": {"head_parts": [None, *divisors(max(1, kv_heads // task.world))]},
+        # groups of one are zigzag or ring, and one group is ulysses
+        "usp": {"ulysses_size": divisors(task.world)[1:-1], "ring": ("zigzag", "contiguous")},
+        "tree": {"reduce": ("packed", "two", "three", "fused")},
+    }
+    gathered = {"heads_k_stride": [None, *divisors(kv_heads)[:-1]], "grouping": GROUPINGS}
+    values = {option: x for option, x in tried.get(name, gathered).items() if option in options.names()}
     for chosen in product(*values.values()):
         yield options(**dict(zip(values, chosen, strict=True)))
 

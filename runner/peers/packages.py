@@ -14,7 +14,7 @@ from math import lcm
 from typing import Any
 
 from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens
-from attention.geometry.options import Options, check_sharing, check_stride, divisors, one_of, option, ulysses_group
+from attention.geometry.options import Options, check_sharing, check_stride, one_of, ulysses_group
 from attention.geometry.schedules import GATHER, LOCAL, RING, Problem
 from attention.masks.band import Band
 from attention.masks.mask import Mask
@@ -78,7 +78,7 @@ class TransformerEngineOptions(Options):
 
 @dataclass(frozen=True)
 class RfaLlama3Options(Options):
-    heads_k_stride: int | None = option(1, lambda kv_heads, world: divisors(kv_heads))
+    heads_k_stride: int | None = 1
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         check_stride(self.heads_k_stride, kv_heads)
@@ -86,7 +86,7 @@ class RfaLlama3Options(Options):
 
 @dataclass(frozen=True)
 class YunchangOptions(Options):
-    ulysses_size: int | None = option(None, lambda kv_heads, world: divisors(world))
+    ulysses_size: int | None = None
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         check_sharing("usp_yunchang", self.sharing(world), heads, kv_heads, world, replicates=False)

@@ -35,7 +35,7 @@ def test_what_was_used_last_is_kept_up_to_a_weight():
     with pytest.raises(AssertionError):
         squares(n=1)
     squares.cache_clear()
-    assert squares.held == squares.misses == len(squares.found) == 0
+    assert squares.held == squares.misses == len(squares.results) == 0
 
 
 def test_threads_may_ask_for_the_same():
@@ -57,7 +57,7 @@ def test_threads_may_ask_for_the_same():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and double.held == len(double.found) == 3
+    assert not wrong and double.held == len(double.results) == 3
 
 
 def test_schedules_of_ever_new_packed_batches_are_let_go_of():

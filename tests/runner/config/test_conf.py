@@ -24,7 +24,7 @@ from runner.config.resolve import run_name
 from runner.config.rules import model as model_rules
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
-from runner.config.variants import BEST, PACKED
+from runner.config.variants import BEST, PACKED, best_values
 from runner.measure.attention_work import DTYPES
 from runner.peers import PEERS, everything
 from tests.support.composing import composed, configured, resolved
@@ -213,7 +213,7 @@ def test_a_preset_as_longnet_mixes_differs_in_that_alone(name):
 @pytest.mark.slow
 def test_other_packages_with_settings_are_at_their_best_in_experiments():
     settings = {choice.removesuffix("_best") for choice in groups()["attention"] if choice.endswith("_best")}
-    assert settings == {name for name, x in PEERS.items() if any(x.options.choices(o, 4, 4) for o in x.options.names())}
+    assert settings == {name for name, x in PEERS.items() if any(best_values(x, o, 4, 4) for o in x.options.names())}
     for name in groups()["experiment"]:
         params = plain(composed(f"+experiment={name}", return_hydra_config=True).hydra.sweeper.params)
         assert not settings & set(str(params.get("attention", "")).split(",")), name
