@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.masks.band import CAUSAL, FULL, Band, Interval, tile
+from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
+from attention.reduction.grad_sum import OverlappingSum
 from attention.reduction.stepwise import Accumulator, Sum
 from attention.tensors import TOKENS, empty_lse, empty_tokens, result_like, take, tokens
 
@@ -28,14 +29,16 @@ Compute = Callable[..., Any]
 
 
 class Part(NamedTuple):
-    q: Interval
-    k: Interval
+    q: Intervals
+    k: Intervals
     call: Call
+    overlapping: bool = False  # whether a key occurs twice
 
     def of(self, tensors: Tensors) -> list[Tensor]:
-        rows, keys, sides = (self.q,), (self.k,), "qkk" if len(tensors) == 3 else "qqkkql"  # l: the lse of queries
+        sides = "qkk" if len(tensors) == 3 else "qqkkql"  # l: the lse of queries
         return [
-            take(x, keys if y == "k" else rows, -1 if y == "l" else TOKENS) for x, y in zip(tensors, sides, strict=True)
+            take(x, self.k if y == "k" else self.q, -1 if y == "l" else TOKENS)
+            for x, y in zip(tensors, sides, strict=True)
         ]
 
 
@@ -44,11 +47,13 @@ def by_parts(compute: Compute, tensors: Tensors, parts: Sequence[Part], into: An
     -inf, and gradients without one are 0."""
     if tensors[0].dim() == 3:
         return batch_of_one(partial(by_parts, compute), tensors, parts, into)
-    rows, keys = [(part.q,) for part in parts], [(part.k,) for part in parts]
+    rows, keys = [part.q for part in parts], [part.k for part in parts]
     q, k, v = tensors if len(tensors) == 3 else tensors[1:4]
-    totals: list[Sum]
+    totals: list[Sum | OverlappingSum]
     if len(tensors) == 3:
         totals = [Accumulator(result_like(q, v), rows, into)]
+    elif any(part.overlapping for part in parts):
+        totals = [Sum([q], rows, into and into[:1]), OverlappingSum([k, v], keys, parts[0].call.deterministic)]
     else:
         totals = [Sum([q], rows, into and into[:1]), Sum([k, v], keys, into and into[1:])]
     for part in parts:
@@ -71,7 +76,7 @@ def by_element(forward: Compute, tensors: Tensors, call: Call, into: Any) -> Any
         piece = tile(call.mask, (end - n, end), (first, min(first + tokens(k), end)))
         if piece:
             (a, b), (c, d), band = piece
-            parts = [Part((a - end + n, b - end + n), (c - first, d - first), call.under(band))]
+            parts = [Part(((a - end + n, b - end + n),), ((c - first, d - first),), call.under(band))]
         by_parts(forward, [x[start:stop] for x in tensors], parts, (out[start:stop], lse[start:stop]))
     return out, lse
 
@@ -90,7 +95,7 @@ def rectangles_of(call: Call, sq: int, sk: int) -> list[Part] | None:
     parts, q, k = [], 0, 0
     for n_q, n_k in call.sequences(sq, sk):
         for rows, keys, mask in cut(call.mask, (q, q + n_q), (k, k + n_k)):
-            parts.append(Part(rows, keys, call.under(mask)))
+            parts.append(Part((rows,), (keys,), call.under(mask)))
         q, k = q + n_q, k + n_k
     return parts
 

@@ -213,7 +213,7 @@ class Kernel:
         first = sq - sk - call.mask.right
         if first <= 0 or call.mask.right < 0 or call.packed or call.lengths is not None:
             return None
-        return [Part((first, sq), (0, sk), call)]
+        return [Part(((first, sq),), ((0, sk),), call)]
 
     def attend(self, tensors: Tensors, call: Call) -> Pair:
         raise NotImplementedError

@@ -14,7 +14,7 @@ from attention.dtypes import accumulation_dtype
 from attention.geometry.intervals import length
 from attention.gpu.uploads import held, uploaded
 from attention.masks.band import Intervals
-from attention.tensors import add_, token_indices, tokens, tokens_of, touch
+from attention.tensors import TOKENS, add_, token_indices, tokens, tokens_of, touch
 
 MOST_PROGRAMS = 65535  # the limit of a grid's last dimension, which enumerates sums and heads
 
@@ -80,3 +80,25 @@ def sum_eager(out: Tensor, parts: Sequence[tuple[Tensor, Intervals]]) -> None:
     for part, intervals in parts:
         add_(total, intervals, part)
     out.copy_(total)
+
+
+class OverlappingSum:
+    """The sum of parts that arrive one by one, of which one may have a token several times, in the accumulation dtype.
+    deterministic: in the same order each time."""
+
+    def __init__(self, like: Sequence[Tensor], parts: Sequence[Intervals], deterministic: bool):
+        self.like, self.parts, self.dims = like, iter(parts), (TOKENS,) * len(like)
+        self.in_order = deterministic and like[0].is_cuda  # where index_add_ adds in any order
+        self.totals = [x.new_zeros(x.shape, dtype=accumulation_dtype(x.dtype)) for x in like]
+
+    def add(self, *part: Tensor) -> None:
+        intervals = next(self.parts)
+        for total, x in zip(self.totals, part, strict=True):
+            if self.in_order:
+                at = token_indices(intervals, total.device)
+                total.transpose(0, 1).index_put_((at,), x.transpose(0, 1).to(total.dtype), accumulate=True)
+            else:
+                add_(total, intervals, x)
+
+    def result(self) -> Sequence[Tensor]:
+        return [total.to(x.dtype) for total, x in zip(self.totals, self.like, strict=True)]
