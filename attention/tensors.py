@@ -112,6 +112,12 @@ def take(x: Tensor, intervals: tuple[Interval, ...], dim: int = TOKENS) -> Tenso
     return torch.cat([x.narrow(dim, start, stop - start) for start, stop in intervals], dim)
 
 
+def cut(x: Tensor, heads: slice) -> Tensor:
+    """These heads of `[..., heads, D]`, or of an LSE: a view, or x itself if they are all."""
+    n = heads.stop - heads.start
+    return x if n == x.size(-2) else x.narrow(-2, heads.start, n)
+
+
 def put_(x: Tensor, intervals: tuple[Interval, ...], values: Tensor, dim: int = TOKENS) -> None:
     """Write `values` to the tokens of `intervals`, in order."""
     if len(intervals) > FEW:

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from attention.batched_copy import copy_all, moves
 from attention.dtypes import accumulation_dtype
-from attention.executors.heads import cut
 from attention.executors.keys import GradReturn, KeyPair, LocalKeys, one_by_one
 from attention.executors.nested_prefixes import forward as nested_prefixes
 from attention.executors.plan import LocalCall, Plan
@@ -32,7 +31,7 @@ from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
 from attention.reduction.sinks import SAVED, sinks_gradients, with_sinks
 from attention.reduction.stepwise import Accumulator, Sum, SumAtOnce
-from attention.tensors import empty_lse, empty_tokens, result_like, take, tokens
+from attention.tensors import cut, empty_lse, empty_tokens, result_like, take, tokens
 from attention.transports import Messages
 
 Saved = tuple[Tensor, ...]

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch import Tensor
-
 OVERLAPPED = 16384  # gathered tokens from which a transfer takes longer than the launches of another head group
 
 
@@ -15,12 +13,6 @@ class HeadGroup(NamedTuple):
 
     q: slice
     k: slice
-
-
-def cut(x: Tensor, heads: slice) -> Tensor:
-    """These heads of `[..., heads, D]`, or of an LSE: a view, or x itself if they are all."""
-    n = heads.stop - heads.start
-    return x if n == x.size(-2) else x.narrow(-2, heads.start, n)
 
 
 def head_groups(heads: int, sizes: Sequence[int]) -> list[HeadGroup]:

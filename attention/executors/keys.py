@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from attention.batched_copy import copy_all, moves
-from attention.executors.heads import cut
 from attention.executors.plan import Plan
 from attention.executors.work import Work
 from attention.geometry.intervals import length
 from attention.profiling import phase
-from attention.tensors import empty_pair, empty_tokens
+from attention.tensors import cut, empty_pair, empty_tokens
 from attention.transports import Handle, Publication
 
 KeyPair = tuple[Tensor, Tensor]  # keys and values

@@ -138,10 +138,15 @@ def part_plan(plan: Plan, part: Subproblem, kernel: Kernel, steps: tuple[Planned
 
 def resized(plan: Plan, cu_seqlens: CuSeqlens, like: Call, lengths: KeyLengths, device: torch.device) -> Plan:
     """A decode's plan for another number of keys. like: as in `plan_steps`. lengths: as in `Plan`."""
-    problem = replace(plan.problem, cu_seqlens=cu_seqlens, ends=_ends(lengths, cu_seqlens[-1]))
+    total, ends = cu_seqlens[-1], None
+    if isinstance(lengths, Tensor):  # only the device knows them
+        ends, tensor = (0, total), lengths
+    elif lengths is not None:
+        there = device if "kv_lengths" in plan.kernel.features else torch.device("cpu")
+        ends, tensor = (min(filter(None, lengths), default=0), max(lengths)), held(_uploaded(lengths, there), there)
+    problem = replace(plan.problem, cu_seqlens=cu_seqlens, ends=ends)
     planned = plan_steps(problem, plan.rank, like, False, device)
-    tensor = _tensor(lengths, device if "kv_lengths" in plan.kernel.features else torch.device("cpu"))
-    if tensor is not None:
+    if ends is not None:
         planned = tuple(_of_lengths(step, problem, tensor) for step in planned)
     return replace(plan, problem=problem, steps=planned, lengths=lengths)
 
@@ -150,25 +155,10 @@ def _of_lengths(step: PlannedStep, problem: Problem, lengths: Tensor) -> Planned
     """A decode's step whose call reads the number of keys of each batch element."""
     if not step.calls:
         return step
-    (each,), ((first, _),), total = step.calls, step.keys, problem.cu_seqlens[-1]
+    (local,), ((first, _),), total = step.calls, step.keys, problem.cu_seqlens[-1]
     before = ceiled(total, problem.world, step.owner).start
-    call = replace(each.call, lengths=KvLengths(lengths, before + first, total))
-    return replace(step, calls=(replace(each, call=call),))
-
-
-def _ends(lengths: KeyLengths, total: int) -> tuple[int, int] | None:
-    if lengths is None:
-        return None
-    if isinstance(lengths, Tensor):  # only the device knows them
-        return 0, total
-    some = [n for n in lengths if n]
-    return (min(some), max(some)) if some else (0, 0)
-
-
-def _tensor(lengths: KeyLengths, device: torch.device) -> Tensor | None:
-    if lengths is None or isinstance(lengths, Tensor):
-        return lengths
-    return held(_uploaded(lengths, device), device)
+    call = replace(local.call, lengths=KvLengths(lengths, before + first, total))
+    return replace(step, calls=(replace(local, call=call),))
 
 
 @lru_cache(maxsize=16)
