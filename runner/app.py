@@ -320,7 +320,7 @@ def world_of(spec: Experiment) -> WorldSpec:
 
 def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
     launch, arguments = spec.launch, {"experiment": spec.plain(), "folder": str(folder.absolute())}
-    log, job = folder / "run.log", "runner.measure.job:run"
+    log, job = folder / "run.log", "runner.job:run"
     return pool.call(world_of(spec), job, arguments, launch.timeout_s, log, progress, fresh=launch.fresh)
 
 

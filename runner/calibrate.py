@@ -121,7 +121,7 @@ def inputs(call: CallClass, given: Sizes, device: str) -> tuple[Tensor, Tensor, 
 def worst_error(kernel: Kernel, call: CallClass, given: Sizes, device: str) -> str | None:
     """The result that exceeds its tolerance against plain attention in fp32, with its error; None if all pass."""
     from attention.kernels import KERNELS
-    from runner.measure.reference import exact_matmul
+    from runner.check.reference import exact_matmul
 
     q, k, v, dout, made = inputs(call, given, device)
     out, lse = kernel.forward(q, k, v, made)

@@ -3,8 +3,8 @@ Nothing here may touch a GPU or start a thread."""
 
 import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, and sympy with it: a second for each rank
 
+import runner.job
 import runner.launch.rank
-import runner.measure.job
 from runner.launch.processes import die_with_parent
 
 __all__ = ["runner", "torch"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from attention.transports.interface import Transport
 from runner.config.experiment import AttentionCall
-from runner.measure.errors import Tolerance
 
 EVEN = frozenset(
     {"dsinks", "dqkv.weight", "dnorm.weight", "dout.weight"}
@@ -77,14 +75,3 @@ class Workload(Passes, Protocol):
 
     def rows(self, name: str) -> Tensor:
         """The token of each row of this rank's shard of an output, int64 on the CPU."""
-
-
-@dataclass(frozen=True)
-class Compared:
-    """A workload's comparison with its reference. found: the fields of the result, with `passed` and `why`. scales: the
-    error scales of this rank's rows of each output, `[B, tokens, H]` or `[tokens, H]`, if wanted. limits: each output's
-    tolerance."""
-
-    found: dict[str, Any]
-    scales: dict[str, Tensor]
-    limits: dict[str, Tolerance]

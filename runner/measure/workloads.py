@@ -4,29 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import Tensor
 
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.config.variants import ON_ONE_DEVICE
 from runner.launch.rank import Rank
-from runner.measure import comparison, model_check, module_work
 from runner.measure.attention_work import AttentionWork, alone
 from runner.measure.model_work import ModelWork
 from runner.measure.module_work import ModuleWork
-from runner.measure.workload import Compared, Workload
+from runner.measure.workload import Workload
 
 
 @dataclass(frozen=True)
 class WorkloadKind:
-    """create: the workload in a world. single: all of it on one device. compare: this rank's outputs, of which it takes
-    ownership, with the reference; the flag: whether error scales are wanted. Collective."""
+    """create: the workload in a world. single: all of it on one device."""
 
     create: Callable[[Rank, Experiment], Workload]
     single: Callable[[Rank, Experiment], Workload]
-    compare: Callable[[Rank, Experiment, Any, dict[str, Tensor], bool], Compared]
 
 
 def _single_attention(me: Rank, experiment: Experiment) -> Workload:
@@ -50,9 +44,9 @@ def _single_module(me: Rank, experiment: Experiment) -> Workload:
 
 
 WORKLOADS = {
-    "attention": WorkloadKind(AttentionWork, _single_attention, comparison.compare),
-    "module": WorkloadKind(ModuleWork, _single_module, module_work.compare),
-    "model": WorkloadKind(ModelWork, _single_model, model_check.compare),
+    "attention": WorkloadKind(AttentionWork, _single_attention),
+    "module": WorkloadKind(ModuleWork, _single_module),
+    "model": WorkloadKind(ModelWork, _single_model),
 }
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from runner.check import reference
+from runner.check.reference import Seen, SeenRectangles
 from runner.launch.files import WorldSpec
-from runner.measure import reference
-from runner.measure.reference import Seen, SeenRectangles
 from tests.jobs import memory
 
 SIZES = (2048, 8192)

@@ -23,11 +23,11 @@ import yaml
 
 from attention.kernels import KERNELS, Call, Shape, UnsupportedCall, refusal
 from attention.masks.band import Band
+from runner.check.comparison import cap_error
+from runner.check.errors import Error
+from runner.check.pieces import without_keys
+from runner.check.reference import Seen, attend
 from runner.measure.attention_work import DTYPES
-from runner.measure.comparison import cap_error
-from runner.measure.errors import Error
-from runner.measure.pieces import without_keys
-from runner.measure.reference import Seen, attend
 from tests.conftest import ROOT
 
 TENSORS = ("out", "dq", "dk", "dv")

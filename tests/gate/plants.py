@@ -26,14 +26,14 @@ from attention.masks.rectangles import LO, UNBOUNDED
 from attention.reduction import grad_sum, lse_merge, stepwise
 from attention.reduction.sinks import with_sinks
 from attention.variants.base import Variant
+from runner import job
+from runner.check.gate import check, check_timed
 from runner.config.experiment import Experiment
 from runner.config.masks import NamedMask
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
-from runner.measure import job
 from runner.measure import timed as timed_run
 from runner.measure.attention_work import AttentionWork
-from runner.measure.correctness import check, check_timed
 
 Tensors = dict[str, Tensor]  # out and lse, or dq, dk, dv and dsinks, of this rank's shard
 Change = Callable[[Tensors, Plan], None]  # in place

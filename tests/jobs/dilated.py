@@ -128,31 +128,31 @@ def module(me: Rank, tokens: int, options: dict[str, Any]) -> list[float]:
 def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -> list[list[Any]]:
     """Whether the correctness check passes, and the largest ratio to the errors of a local call: of the experiment, and of
     functions with these other options in its place."""
+    from runner.check import gate
     from runner.config.experiment import Experiment
-    from runner.measure import correctness
     from runner.measure.attention_work import AttentionWork, build
 
     spec = Experiment.from_plain(experiment)
     found = []
     for options in ({}, *wrong):
         work = AttentionWork(me, spec, build(replace(spec, options=spec.options | options)))
-        each = correctness.check(me, spec, work).found
+        each = gate.check(me, spec, work).found
         found.append([each["passed"], max(x["ratio_to_local"] for x in each["tensors"].values())])
     return found
 
 
 def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
     """Why the check of a module's run fails: as it is, after the timing, and with each of three faults."""
+    from runner.check import gate
     from runner.config.experiment import Experiment
-    from runner.measure import correctness
     from runner.measure.module_work import ModuleWork
 
     spec = Experiment.from_plain(experiment)
     work = ModuleWork(me, spec)
-    checked = correctness.check(me, spec, work)
+    checked = gate.check(me, spec, work)
     for which in work.passes:
         work.run(which)
-    found = [checked.found["why"], correctness.check_timed(me, spec, work, work, checked.kept)["why"]]
+    found = [checked.found["why"], gate.check_timed(me, spec, work, work, checked.kept)["why"]]
     module, call = work.module, work.call
 
     def without_norm() -> torch.Tensor:
@@ -168,5 +168,5 @@ def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
 
     for fault in (without_norm, gradient_too_large, of_other_tokens):
         work.call = fault
-        found.append(correctness.check(me, spec, work).found["why"])
+        found.append(gate.check(me, spec, work).found["why"])
     return found

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 import attention
 from attention import masks
 from attention.masks import Mask
+from runner.check import gate, whole_model
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import correctness, model_check, model_work
+from runner.measure import model_work
 from runner.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
 
 TINY: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 16, "head_dim": 8}
@@ -215,7 +216,7 @@ FAULTS = {
 def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, str | None]:
     """What the gate says of a model, and of it with each fault: why it fails, or None."""
     spec = Experiment.from_plain(experiment)
-    found = {"": correctness.check(me, spec, model_work.ModelWork(me, spec)).found["why"]}
+    found = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).found["why"]}
     for fault in faults:
         name, changed = FAULTS[fault]
         before = getattr(model_work, name)
@@ -223,7 +224,7 @@ def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, 
         try:
             work = model_work.ModelWork(me, spec)
             with _only_in_a_world(name, before):
-                found[fault] = correctness.check(me, spec, work).found["why"]
+                found[fault] = gate.check(me, spec, work).found["why"]
         finally:
             setattr(model_work, name, before)
     return found
@@ -243,7 +244,7 @@ def each_gated(me: Rank, experiments: dict[str, dict[str, Any]]) -> dict[str, st
 @contextmanager
 def _only_in_a_world(name: str, before: Any) -> Iterator[None]:
     """The reference on one device is without the fault."""
-    once = model_check.one_device
+    once = whole_model.one_device
 
     def one_device(*arguments: Any) -> Any:
         changed = getattr(model_work, name)
@@ -253,37 +254,37 @@ def _only_in_a_world(name: str, before: Any) -> Iterator[None]:
         finally:
             setattr(model_work, name, changed)
 
-    model_check.one_device = one_device
+    whole_model.one_device = one_device
     try:
         yield
     finally:
-        model_check.one_device = once
+        whole_model.one_device = once
 
 
 def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     """The check where one device has no memory for two layers."""
-    spec, once = Experiment.from_plain(experiment), model_check.one_device
+    spec, once = Experiment.from_plain(experiment), whole_model.one_device
 
     def one_device(me: Rank, here: Experiment, dtype: Any) -> Any:
         if here.model is not None and here.model.layers != 1:
             raise torch.OutOfMemoryError("two layers")
         return once(me, here, dtype)
 
-    model_check.one_device = one_device  # type: ignore[assignment]
+    whole_model.one_device = one_device  # type: ignore[assignment]
     try:
-        return correctness.check(me, spec, model_work.ModelWork(me, spec)).found
+        return gate.check(me, spec, model_work.ModelWork(me, spec)).found
     finally:
-        model_check.one_device = once
+        whole_model.one_device = once
 
 
 def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
     """What the check after the timing says where ranks begin to sum no gradients during it."""
     spec = Experiment.from_plain(experiment)
     work, before = model_work.ModelWork(me, spec), model_work.reduce_gradients
-    checked = correctness.check(me, spec, work)
+    checked = gate.check(me, spec, work)
     model_work.reduce_gradients = _no_sum
     try:
-        return correctness.check_timed(me, spec, work, work, checked.kept)["why"]
+        return gate.check_timed(me, spec, work, work, checked.kept)["why"]
     finally:
         model_work.reduce_gradients = before
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from attention.kernels.math import Math
 from attention.profiling import phase
+from runner import job
 from runner.launch.rank import Rank
-from runner.measure import job
 
 
 def run(me: Rank, experiment: dict[str, Any], name: str, late_s: float = 0.0) -> dict[str, Any]:

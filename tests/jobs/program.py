@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 
-from runner import environment
+from runner import environment, job
+from runner.check import gate, pieces
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
-from runner.measure import ceilings, correctness, energy, job, pieces, sampler, timing
+from runner.measure import ceilings, energy, sampler, timing
 from runner.measure.attention_work import AttentionWork
 from runner.measure.stopwatch import CpuStopwatch, stopwatch
 from tests.jobs.reference import rel
@@ -127,7 +128,7 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
             if last and me.rank == 1:
                 pieces._references.clear()
             counted[0] = 0
-            checked = correctness.check(me, spec, work).found
+            checked = gate.check(me, spec, work).found
             found.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], counted[0]])
     finally:
         pieces.reference = plain

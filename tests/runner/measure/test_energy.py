@@ -3,12 +3,12 @@ one."""
 
 import pytest
 import torch
+from tests.runner.measure.test_job import SHORT, SIZES, measured
 
 from runner.launch.files import WorldSpec
 from runner.measure import energy, sampler
 from runner.output import display, summary
 from runner.output.record import Result
-from tests.runner.measure.test_job import SHORT, SIZES, measured
 from tests.support import recorded
 from tests.support.composing import resolved
 

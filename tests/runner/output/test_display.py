@@ -113,7 +113,7 @@ def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(p
         "hardware=cpu", "world_size=2", "seq_len=64", "heads=2", "kv_heads=2", "head_dim=16", "batch=1", "seed=1"
     )
     plain = replace(spec, launch=replace(spec.launch, share_gpu=True)).plain()
-    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.measure.job:run", {"experiment": plain, "folder": None})
+    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.job:run", {"experiment": plain, "folder": None})
     assert outcome.status == "ok", outcome.reason
     about = {
         "key": "0",

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from runner.check import dilated
 from runner.config.experiment import Dilation
 from runner.config.values import InvalidConfig
-from runner.measure import dilated, metrics
+from runner.measure import metrics
 from tests.jobs import dilated as jobs
 from tests.support.composing import resolved
 from tests.support.dilated import reference

@@ -10,19 +10,31 @@ Where each timed iteration has a new packed batch, the first of these is checked
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from runner.check import comparison, module, whole_model
+from runner.check.errors import Compared, Error, Tolerance, total
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure.errors import Error, Tolerance, total
+from runner.measure.attention_work import AttentionWork
+from runner.measure.model_work import ModelWork
+from runner.measure.module_work import ModuleWork
 from runner.measure.timing import iterate
 from runner.measure.workload import EVEN, Passes, Workload
-from runner.measure.workloads import kind
+
+# A workload's outputs on this rank, which the function owns, compared with their reference. The flag: whether error scales are
+# wanted. Collective.
+Compare = Callable[[Rank, Experiment, Any, dict[str, Tensor], bool], Compared]
+COMPARISONS: dict[type, Compare] = {
+    AttentionWork: comparison.compare,
+    ModuleWork: module.compare,
+    ModelWork: whole_model.compare,
+}
 
 
 @dataclass(frozen=True)
@@ -70,7 +82,7 @@ def _compared(me: Rank, experiment: Experiment, work: Workload) -> Checked:
     outputs = work.outputs()
     work.release()
     copies = _on_host(outputs) if keep else {}
-    compared = kind(experiment).compare(me, experiment, work, outputs, keep)
+    compared = COMPARISONS[type(work)](me, experiment, work, outputs, keep)
     kept = Kept(copies, _on_host(compared.scales), compared.limits) if keep else None
     return Checked(compared.found, kept)
 

@@ -12,7 +12,7 @@ SHORT = ("timing.timing_runs=1", "timing.warmup_runs=1", "timing.warmup_ms=0")
 def measured(pool, world_size, *overrides, seed=7, **options):
     spec = resolved(*SIZES, *SHORT, f"world_size={world_size}", *overrides, seed=seed)
     arguments = {"experiment": spec.plain(), "folder": None}
-    return pool.get(WorldSpec(world_size, "cpu")).call("runner.measure.job:run", arguments, **options)
+    return pool.get(WorldSpec(world_size, "cpu")).call("runner.job:run", arguments, **options)
 
 
 @pytest.mark.slow

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from attention.geometry import counts
+from runner.check import dilated
+from runner.check.errors import Error
+from runner.check.reference import Reference, Rows, Seen, SeenRectangles, attend
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
-from runner.measure import dilated
 from runner.measure.attention_work import global_input, global_prefix, global_sinks
-from runner.measure.errors import Error
-from runner.measure.reference import Reference, Rows, Seen, SeenRectangles, attend
 
 SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so many queries
 SCORES = 1 << 26  # held at once by a reference on a CPU

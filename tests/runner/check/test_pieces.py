@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from runner.measure import pieces
-from runner.measure.pieces import pieces_of
-from runner.measure.reference import Reference
+from runner.check import pieces
+from runner.check.pieces import pieces_of
+from runner.check.reference import Reference
 from tests.jobs import program
 from tests.support.composing import resolved
 

@@ -32,6 +32,17 @@ class Tolerance:
     ratio: float | None = None
 
 
+@dataclass(frozen=True)
+class Compared:
+    """A workload's comparison with its reference. found: the fields of the result, with `passed` and `why`. scales: the
+    error scales of this rank's rows of each output, `[B, tokens, H]` or `[tokens, H]`, if wanted. limits: each output's
+    tolerance."""
+
+    found: dict[str, Any]
+    scales: dict[str, Tensor]
+    limits: dict[str, Tolerance]
+
+
 @dataclass
 class Error:
     """Running sums of one tensor's comparison."""

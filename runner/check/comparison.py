@@ -21,14 +21,13 @@ from attention.masks.pattern import Pattern
 from attention.reduction.lse_merge import empty_result, merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from attention.tensors import result_like
+from runner.check import dilated, pieces
+from runner.check.errors import Compared, Error, Tolerance, described, total
+from runner.check.pieces import HeadPiece
+from runner.check.reference import Reference
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import dilated, pieces
 from runner.measure.attention_work import GRADIENTS, NAMES, ROLES, SINKS, AttentionWork, score_factor
-from runner.measure.errors import Error, Tolerance, described, total
-from runner.measure.pieces import HeadPiece
-from runner.measure.reference import Reference
-from runner.measure.workload import Compared
 
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
 HALF = ("bf16", "fp16")  # fp32 is precise enough for their errors: fp64 up to a tenth of that work
@@ -39,7 +38,7 @@ KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
 def compare(
     me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict[str, Tensor], with_scales: bool
 ) -> Compared:
-    """`WorkloadKind.compare` of attention: out, dq, dk, dv, dsinks and the LSE."""
+    """The comparison (`gate.Compare`) of attention: out, dq, dk, dv, dsinks and the LSE."""
     tflop = pieces.tflop(experiment)
     affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
     dtype = torch.float64 if tflop <= affordable else torch.float32

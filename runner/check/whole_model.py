@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from runner.check.comparison import FP64_TFLOP
+from runner.check.errors import Compared, Error, Tolerance, total
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import memory, timing
 from runner.measure.attention_work import alone
-from runner.measure.comparison import FP64_TFLOP
-from runner.measure.errors import Error, Tolerance, total
 from runner.measure.model_work import GUESSED, ModelWork, by_rows
-from runner.measure.workload import Compared
 
 LEAST = 1e-4  # the relative error of a gradient that fp32's rounding in all layers explains
 RATIO = 1.5  # at most so many times the error of one device, all gradients together
@@ -33,7 +32,7 @@ Tensors = dict[str, Tensor]
 
 
 def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors, with_scales: bool) -> Compared:
-    """`WorkloadKind.compare` of a model."""
+    """The comparison (`gate.Compare`) of a model."""
     limits = {name: tolerance(experiment, None) for name in outputs}
     scales = {name: torch.ones(x.shape[:-1]) for name, x in outputs.items()} if with_scales else {}
     layers, there = work.config.layers, None

@@ -10,13 +10,14 @@ from typing import Any
 
 from attention import transports
 from runner import environment
+from runner.check import gate
+from runner.check.gate import Checked
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import (
     baseline,
     ceilings,
     choosing,
-    correctness,
     do_bench,
     energy,
     length,
@@ -28,7 +29,6 @@ from runner.measure import (
     timed,
     timing,
 )
-from runner.measure.correctness import Checked
 from runner.measure.stopwatch import Stopwatch, stopwatch
 from runner.measure.workload import Passes, Workload
 from runner.measure.workloads import kind
@@ -114,7 +114,7 @@ class _Run:
         if not self.spec.check.enabled:
             self.result["correctness"] = {"passed": None, "why": "check.enabled=false"}
             return None
-        checked = correctness.check(self.me, self.spec, self.work)
+        checked = gate.check(self.me, self.spec, self.work)
         self.result["correctness"] = checked.found
         if not checked.found["passed"]:
             self.result |= {"status": "incorrect", "reason": checked.found["why"]}
@@ -137,7 +137,7 @@ class _Run:
     def check_timed(self, checked: Checked | None, passes: Passes) -> None:
         """Compares the outputs of the timed passes with the checked ones. The times enter the result only if they agree."""
         if checked is not None:
-            again = correctness.check_timed(self.me, self.spec, self.work, passes, checked.kept)
+            again = gate.check_timed(self.me, self.spec, self.work, passes, checked.kept)
             checked.found["timed"] = again
             if again["passed"] is False:
                 checked.found.update(passed=False, why=again["why"])

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
+from runner.check import gate
+from runner.check.errors import Compared, Error, Tolerance
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure import correctness
-from runner.measure.errors import Error, Tolerance
-from runner.measure.workload import Compared
-from runner.measure.workloads import WORKLOADS, WorkloadKind
 from tests.support.composing import resolved
 
 LIMITS = {"logits": Tolerance(rel_l2=1e-6, absolute=1e-6, row=1e-5, gain=1e-5)}
@@ -50,19 +48,19 @@ def compare(me: Rank, experiment: Experiment, work: Linear, outputs, with_scales
 
 @pytest.fixture
 def check(monkeypatch):
-    monkeypatch.setitem(WORKLOADS, "attention", WorkloadKind(None, None, compare))
+    monkeypatch.setitem(gate.COMPARISONS, Linear, compare)
     me = Rank(0, 1, torch.device("cpu"), None, None)
     monkeypatch.setattr(me, "say", lambda *_, **__: None)
     monkeypatch.setattr(me, "gather", lambda value: [value])
     spec = resolved("attention=ring", "hardware=cpu", "world_size=1")
-    return lambda work: (me, spec, work, correctness.check(me, spec, work))
+    return lambda work: (me, spec, work, gate.check(me, spec, work))
 
 
 def test_a_right_workload_passes_before_and_after_the_timing(check):
     me, spec, work, checked = check(Linear())
     assert checked.found == {"passed": True, "why": None}
     work.run("forward")
-    found = correctness.check_timed(me, spec, work, work, checked.kept)
+    found = gate.check_timed(me, spec, work, work, checked.kept)
     assert found["passed"] and found["last"].keys() == found["negated"].keys() == {"logits"}
 
 
@@ -73,5 +71,5 @@ def test_a_wrong_one_fails_before_and_one_that_goes_wrong_later_after_the_timing
     me, spec, work, checked = check(Linear())
     work.factor = 1.01
     work.run("forward")
-    why = correctness.check_timed(me, spec, work, work, checked.kept)["why"]
+    why = gate.check_timed(me, spec, work, work, checked.kept)["why"]
     assert "the last timed iteration: logits" in why and "token 10" in why

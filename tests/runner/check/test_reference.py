@@ -8,8 +8,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from runner.measure import reference
-from runner.measure.reference import Reference, Seen, SeenRectangles
+from runner.check import reference
+from runner.check.reference import Reference, Seen, SeenRectangles
 
 
 class Call(NamedTuple):
@@ -220,7 +220,7 @@ def test_lengths_that_do_not_fit_are_refused():
 
 def test_it_shares_nothing_with_the_library():
     code = (
-        "import sys, runner.measure.reference, runner.measure.errors\n"
+        "import sys, runner.check.reference, runner.check.errors\n"
         "assert not [x for x in sys.modules if x.startswith('attention.')], 'it imports the library'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
