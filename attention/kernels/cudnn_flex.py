@@ -12,7 +12,7 @@ from attention.gpu.private import CUDNN_FLEX
 from attention.gpu.uploads import held
 from attention.kernels.flash4_package import as_taken
 from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, Triple, dtype_rule, head_dim_rule
-from attention.kernels.packages import imported, wrong_gpu
+from attention.kernels.packages import imported, kv_heads_rule, wrong_gpu
 from attention.kernels.tile_lists import most_at_once, row_intervals
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
@@ -31,10 +31,8 @@ class CudnnFlex(Kernel):
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         d, dv = shape.head_dim, shape.v_head_dim
-        if d != dv and shape.heads != shape.kv_heads:
-            return (
-                f"v_head_dim={dv}: its backward needs as many KV heads as heads, not {shape.kv_heads} of {shape.heads}"
-            )
+        if d != dv and (reason := kv_heads_rule(shape)):
+            return reason
         return dtype_rule(shape.dtype, HALF) or (None if (d, dv) == (192, 128) else head_dim_rule(shape, 128))
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:

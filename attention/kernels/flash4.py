@@ -25,7 +25,7 @@ from attention.kernels.interface import (
     head_dim_rule,
     settle,
 )
-from attention.kernels.packages import wrong_gpu
+from attention.kernels.packages import kv_heads_rule, wrong_gpu
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from attention.tensors import empty_lse, result_like
@@ -44,19 +44,22 @@ class Flash4(Kernel):
         return super().missing(device) or wrong_gpu((9, 0), (99, 0), "needs sm90 (Hopper) or newer") or package()[1]
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
-        blackwell = _blackwell()
+        # sm10x and sm11x: the package supports head dims up to 128 there, and also 256
+        blackwell = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)
+        d, dv = shape.head_dim, shape.v_head_dim
+        if reason := dtype_rule(shape.dtype, HALF):
+            return reason
         if shape.softcap and blackwell:
             return "softcap: checked on Hopper (sm90) alone"
-        if shape.v_head_dim != shape.head_dim:
-            return dtype_rule(shape.dtype, HALF) or _pair_rule(shape, blackwell)
-        if shape.backward and not blackwell and shape.head_dim not in RIGHT_BACKWARDS:
+        if d != dv and (blackwell or (d, dv) not in RIGHT_PAIRS):
+            pairs = ", ".join(f"{d} and {dv}" for d, dv in RIGHT_PAIRS)
+            return f"head_dim={d} and v_head_dim={dv}: checked with {pairs} on Hopper (sm90) alone"
+        if d != dv:
+            return kv_heads_rule(shape) if shape.backward else None
+        if shape.backward and not blackwell and d not in RIGHT_BACKWARDS:
             right = ", ".join(map(str, RIGHT_BACKWARDS))
-            return (
-                f"head_dim={shape.head_dim}: the backward was checked for {right} only; for some others its dq is wrong"
-            )
-        return dtype_rule(shape.dtype, HALF) or (
-            None if blackwell and shape.head_dim == 256 else head_dim_rule(shape, 128 if blackwell else 256)
-        )
+            return f"head_dim={d}: the backward was checked for {right} only; for some others its dq is wrong"
+        return None if blackwell and d == 256 else head_dim_rule(shape, 128 if blackwell else 256)
 
     def refuses_pattern(self, shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
         return flash4_sparse.why_not(shape, pattern, deterministic)
@@ -100,17 +103,6 @@ class Flash4(Kernel):
         return settle(grads, (dq, dk, dv))
 
 
-def _pair_rule(shape: Shape, blackwell: bool) -> str | None:
-    if blackwell or (shape.head_dim, shape.v_head_dim) not in RIGHT_PAIRS:
-        pairs = ", ".join(f"{d} and {dv}" for d, dv in RIGHT_PAIRS)
-        return (
-            f"head_dim={shape.head_dim} and v_head_dim={shape.v_head_dim}: checked with {pairs} on Hopper (sm90) alone"
-        )
-    if shape.backward and shape.heads != shape.kv_heads:
-        return f"v_head_dim={shape.v_head_dim}: its backward needs as many KV heads as heads, not {shape.kv_heads} of {shape.heads}"
-    return None
-
-
 def _arguments(call: Call, device: torch.device, backward: bool) -> tuple[dict[str, Any], flash4_sparse.Copies | None]:
     """A call's arguments of the forward or the backward, and the copies of tiles that a pattern's lists need."""
     if (pattern := call.pattern) is not None:
@@ -146,8 +138,3 @@ def pack_lengths(call: Call) -> dict[str, Tensor | int]:
         "max_seqlen_q": call.max_q,
         "max_seqlen_k": call.max_k,
     }
-
-
-def _blackwell() -> bool:
-    """Whether this is a GPU (sm10x, sm11x) for which the package supports head dims up to 128, and also 256."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] in (10, 11)

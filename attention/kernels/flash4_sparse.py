@@ -32,11 +32,8 @@ def why_not(shape: Shape, pattern: Pattern, deterministic: bool) -> str | None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9:
         return "tile lists were checked on Hopper (sm90) alone"
     if shape.softcap or shape.v_head_dim != shape.head_dim or shape.head_dim not in RIGHT:
-        softcap = ", softcap" if shape.softcap else ""
-        return (
-            f"head_dim={shape.head_dim}, v_head_dim={shape.v_head_dim}{softcap}: tile lists were checked with 64 or 128 for "
-            "both and without softcap"
-        )
+        dims = f"head_dim={shape.head_dim}, v_head_dim={shape.v_head_dim}, softcap={shape.softcap}"
+        return f"{dims}: tile lists were checked with 64 or 128 for both dims and without softcap"
     if deterministic and shape.backward:
         return "deterministic=True: its tiles add gradients up in any order"
     if min(pattern.n_q, pattern.n_k) <= TILE:
@@ -96,13 +93,11 @@ def arguments(pattern: Pattern, device: torch.device, backward: bool) -> tuple[d
     rows = tiles.shape[backward]
     lists = listed(tiles, backward, longest_part(tiles, rows))
     copies = _copies(lists, device) if len(lists.origin) else None
-    found: dict[str, Any] = {"block_sparse_tensors": _tensors(lists, device)} | (
-        {} if backward else {"pack_gqa": False}
-    )
+    made: dict[str, Any] = {"block_sparse_tensors": _tensors(lists, device)} | ({} if backward else {"pack_gqa": False})
     copied_in_part = bool(lists.partial[0][rows:].any())  # whether a copy has a tile that is seen in part
     padded = backward and copies is not None and pattern.n_k % TILE > 0  # keys that no band cuts off
     if tiles.band is not None and not copied_in_part and not padded:
-        return found | {"mask_mod": band_mod(), "aux_scalars": scalars(tiles.band)}, copies
+        return made | {"mask_mod": band_mod(), "aux_scalars": scalars(tiles.band)}, copies
     intervals = pattern.keep(("intervals", device), lambda: row_intervals(tiles.cut, pattern.n_q, device))
     aux = [intervals]
     if copies is not None and copied_in_part:
@@ -112,7 +107,7 @@ def arguments(pattern: Pattern, device: torch.device, backward: bool) -> tuple[d
         else:
             copied = intervals.view(rows, -1)[copies.origin].view(-1, intervals.shape[1])
             aux = [torch.cat([intervals, copied])]
-    return found | {"mask_mod": mask_mod(max(1, tiles.intervals), len(aux) > 1), "aux_tensors": aux}, copies
+    return made | {"mask_mod": mask_mod(max(1, tiles.intervals), len(aux) > 1), "aux_tensors": aux}, copies
 
 
 def longest_part(tiles: Tiles, rows: int) -> int:

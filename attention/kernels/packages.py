@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from attention.gpu.private import Functions
+from attention.kernels.interface import Shape
 
 
 @lru_cache
@@ -30,3 +31,11 @@ def wrong_gpu(least: tuple[int, int], most: tuple[int, int], rule: str) -> str |
     if torch.cuda.is_available() and not least <= torch.cuda.get_device_capability() <= most:
         return "this GPU is sm{}{}: {}".format(*torch.cuda.get_device_capability(), rule)
     return None
+
+
+def kv_heads_rule(shape: Shape) -> str | None:
+    """Why a backward that has no GQA does not take a shape's heads, or None."""
+    if shape.heads == shape.kv_heads:
+        return None
+    heads = f"{shape.kv_heads} of {shape.heads}"
+    return f"v_head_dim={shape.v_head_dim}: its backward needs as many KV heads as heads, not {heads}"

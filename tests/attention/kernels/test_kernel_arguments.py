@@ -42,7 +42,7 @@ def test_a_band_is_flash4s_window_with_none_for_unbounded():
 def test_the_rows_that_kernels_are_spared_are_those_without_keys(mask, sizes):
     q, k, _, _, call = inputs(lambda: Call(1.0, mask), sizes, 1, 1, 8, torch.float32)
     parts = KERNELS["flash4"].parts(q, k, call)
-    first = parts[0].q[0] if parts else 0
+    first = parts[0].q[0][0] if parts else 0
     seen = kept(mask, *sizes).any(1)
     assert not seen[:first].any() and seen[first:].all()
 
