@@ -69,7 +69,9 @@ function fitted(spec, width) {
   if (spec.spec && spec.facet) {
     const { beside, legend } = { beside: 95, legend: 190, ...spec.usermeta };
     const room = width - (narrow ? 0 : legend);
-    const columns = narrow || "row" in spec.facet ? 1 : Math.min(3, Math.max(1, Math.floor(room / (beside + 235))));
+    const panels = new Set(spec.data.values.map((row) => row[spec.facet.field])).size;
+    const most = narrow || "row" in spec.facet ? 1 : Math.min(3, Math.max(1, Math.floor(room / (beside + 235))));
+    const columns = Math.ceil(panels / Math.ceil(panels / most)); // rows that are as full as can be
     if (spec.columns || !("row" in spec.facet || "column" in spec.facet)) found.columns = columns;
     if (!fixed(spec.spec) && !("column" in spec.facet)) {
       found.spec = { ...spec.spec, width: Math.max(180, room / columns - beside) };
@@ -98,6 +100,11 @@ const charts = [...document.querySelectorAll(".chart[data-spec]")];
 for (const place of charts) {
   const spec = specs[place.dataset.spec];
   if (spec.facet || spec.hconcat || spec.concat || spec.usermeta?.broad) place.closest("figure").classList.add("broad");
+}
+// The grid has two columns: the last of an odd number of narrow charts has a row for itself.
+for (const panels of document.querySelectorAll(".panels")) {
+  const narrow = [...panels.querySelectorAll("figure:not(.broad)")];
+  if (narrow.length % 2) narrow.at(-1).classList.add("broad");
 }
 const seen = new IntersectionObserver((entries) => {
   for (const entry of entries) if (entry.isIntersecting && !entry.target.dataset.drawn) draw(entry.target);
