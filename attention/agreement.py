@@ -11,8 +11,8 @@ last, and the error that it raised.
   later calls raise, too.
 
 Calls that succeed and whose plan exists do not use the store. Failed calls divide a group's time into epochs. A rank waits for a
-limited time. `python -m benchmarks.agreement` measures the cost of a comparison. On one host with two busy cores, the median is
-0.3 ms for 2 ranks, and 0.9 ms for 4 ranks, which share the cores."""
+limited time. A comparison on one host with two busy cores takes 0.3 ms (median) for 2 ranks, and 0.9 ms for 4 ranks, which share the
+cores."""
 
 from __future__ import annotations
 

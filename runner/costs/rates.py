@@ -112,7 +112,7 @@ def parse(text: str) -> list[Rate]:
         return []
     if tuple(rows.fieldnames) != COLUMNS:
         raise ValueError(
-            f"columns {', '.join(rows.fieldnames)}: must be {', '.join(COLUMNS)}; write it anew with calibrate"
+            f"columns {', '.join(rows.fieldnames)}: must be {', '.join(COLUMNS)}; write it anew with runner.calibrate"
         )
     found = []
     for row in rows:
