@@ -11,7 +11,6 @@ from typing import Any
 from attention import transports
 from runner import environment
 from runner.check import gate
-from runner.check.gate import Checked
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import (
@@ -30,7 +29,7 @@ from runner.measure import (
     timing,
 )
 from runner.measure.stopwatch import Stopwatch, stopwatch
-from runner.measure.workload import Passes, Workload
+from runner.measure.workload import Workload
 from runner.measure.workloads import kind
 
 NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"
@@ -58,7 +57,7 @@ def _removes_nothing(spec: Experiment) -> str | None:
 
 
 class _Run:
-    """A run in stages, each of which adds its fields to `result`."""
+    """A run in stages, each of which adds its fields to `result`. A field `reason` ends it."""
 
     def __init__(self, me: Rank, spec: Experiment, folder: Path | None):
         self.me, self.folder = me, folder
@@ -70,107 +69,96 @@ class _Run:
         if self.spec != spec:
             self.result["experiment"] = self.spec.plain()
         report = self.work.report()
-        notes = filter(None, [report.get("note"), _removes_nothing(self.spec)])
+        notes = filter(None, [report["note"], _removes_nothing(self.spec)])
         self.result["chosen"] = report | {"note": "; ".join(notes) or None} | about
 
     def result_of_all(self) -> dict[str, Any]:
-        self.estimate()
-        checked = self.check()
-        if self.result["status"] != "ok":
-            return self.result
-        if self.spec.launch.share_gpu:
-            return self.result | {"reason": NOT_TIMED}
-        self.result["ceilings"] = ceilings.ceilings(self.me, self.spec.workload.dtype)
-        passes, sampled = self.time()
-        self.check_timed(checked, passes)
-        if self.result["status"] != "ok":
-            return self.result
-        self.compare_with_do_bench()
-        self.result["environment"]["during"] = timed.clocks(self.me, sampled)
-        self.compute_metrics()
-        self.measure_energy(passes)
-        self.record_phases()
-        self.profile()
-        self.compare_with_baseline()
+        stages = (
+            self.estimate, self.check, self.time, self.check_timed, self.compare_with_do_bench, self.compute_metrics,
+            self.measure_energy, self.record_phases, self.profile, self.compare_with_baseline,
+        )  # fmt: skip
+        for stage in stages:
+            stage()
+            if "reason" in self.result:
+                return self.result
         self.me.say("finish")
         self.result["environment"]["stage_seconds"] = dict(self.me.stages)
         return self.result
 
     def estimate(self) -> None:
         """Announces how long an iteration and the whole run should take."""
-        me, spec = self.me, self.spec
+        me = self.me
         me.say("estimate")
-        self.iteration_s = each = me.agree(max(me.gather(self.work.flops() / self.work.rate())))
-        whole_s = length.iterations(spec, each) * each + length.baseline_s(spec, each)
-        me.say("estimate", each, estimate_s=whole_s)
-        self.result["estimate"] = {"iteration_ms": each * 1e3}
+        self.iteration_s = me.agree(max(me.gather(self.work.flops() / self.work.rate())))
+        me.say("estimate", self.iteration_s, estimate_s=length.run_s(self.spec, self.iteration_s))
+        self.result["estimate"] = {"iteration_ms": self.iteration_s * 1e3}
 
-    def check(self) -> Checked | None:
-        """The comparison with the reference; None if it is off."""
+    def check(self) -> None:
+        """The comparison with the reference."""
         if self.spec.replay != "none":  # so that the checked calls are CUDA graph replays, too
             for _ in range(choosing.LEADING):
                 timing.iterate(self.work)
             self.work.release()
-        if not self.spec.check.enabled:
-            self.result["correctness"] = {"passed": None, "why": "check.enabled=false"}
-            return None
-        checked = gate.check(self.me, self.spec, self.work)
-        self.result["correctness"] = checked.found
-        if not checked.found["passed"]:
-            self.result |= {"status": "incorrect", "reason": checked.found["why"]}
-        return checked
+        self.checked: gate.Checked | None = None
+        self.result["correctness"] = {"passed": None, "why": "check.enabled=false"}
+        if self.spec.check.enabled:
+            self.checked = gate.check(self.me, self.spec, self.work)
+            self.result["correctness"] = self.checked.found
+            if not self.checked.found["passed"]:
+                self.result |= {"status": "incorrect", "reason": self.checked.found["why"]}
+                return
+        if self.spec.launch.share_gpu:
+            self.result["reason"] = NOT_TIMED
 
-    def time(self) -> tuple[Passes, dict[str, Any]]:
-        """The passes that were timed, and the clocks sampled meanwhile."""
+    def time(self) -> None:
+        """Samples of the passes, with the clocks and the memory meanwhile."""
         me, spec, work = self.me, self.spec, self.work
-        watch = self._watch()
+        self.result["ceilings"] = ceilings.ceilings(me, spec.workload.dtype)
         work.release()
         used = self._memory() if me.device.type == "cpu" else None
         memory.reset_peak(me.device)
         me.say("timing", self.iteration_s)
-        with sampler.sampling(me.device.type, timed.samples_clocks(me)) as sampled:
-            self.measured, passes = timed.measure(me, spec, work, watch, self.iteration_s)
+        with sampler.sampling(me.device.type, timed.samples_clocks(me)) as self.sampled:
+            self.measured, self.passes = timed.measure(me, spec, work, self._watch(), self.iteration_s)
         self.measured["memory"] = used or self._memory()
         self.measured |= work.more()
-        return passes, sampled
 
-    def check_timed(self, checked: Checked | None, passes: Passes) -> None:
+    def check_timed(self) -> None:
         """Compares the outputs of the timed passes with the checked ones. The times enter the result only if they agree."""
-        if checked is not None:
-            again = gate.check_timed(self.me, self.spec, self.work, passes, checked.kept)
-            checked.found["timed"] = again
+        if self.checked is not None:
+            again = gate.check_timed(self.me, self.spec, self.work, self.passes, self.checked.kept)
+            self.result["correctness"]["timed"] = again
             if again["passed"] is False:
-                checked.found.update(passed=False, why=again["why"])
+                self.result["correctness"] |= {"passed": False, "why": again["why"]}
                 self.result |= {"status": "incorrect", "reason": again["why"]}
                 return
         self.result |= self.measured
+        self.result["environment"]["during"] = timed.clocks(self.me, self.sampled)
 
     def compare_with_do_bench(self) -> None:
         """Runs after the check, because it overwrites the outputs of the last timed iteration."""
         if self.spec.timing.do_bench:
             watch, flush = stopwatch(self.me, together=False), timed.flush_buffer(self.me, self.spec)
-            found = do_bench.compare(self.work, watch, flush, lambda: self.me.say("timing", self.iteration_s))
-            self.result["timing"]["do_bench"] = found
+            times = do_bench.compare(self.work, watch, flush, lambda: self.me.say("timing", self.iteration_s))
+            self.result["timing"]["do_bench"] = times
 
     def compute_metrics(self) -> None:
         medians = {which: summary["median"] for which, summary in self.result["timing"]["passes"].items()}
-        pulls = self.work.transport.pulls
-        found = metrics.compute(self.spec, medians, self.result["ceilings"], pulls)
-        if metrics.exceeds(found):
+        about = self.spec, medians
+        fields = metrics.compute(*about, self.result["ceilings"], self.work.transport.pulls)
+        if metrics.exceeds(fields):
             self.result["ceilings"] = ceilings.again(self.me, self.spec.workload.dtype)
-            found = metrics.compute(self.spec, medians, self.result["ceilings"], pulls)
-        self.result["metrics"] = metrics.without_exceeded(found)
+            fields = metrics.compute(*about, self.result["ceilings"], self.work.transport.pulls)
         built = [ms for ms in self.me.gather(self.work.mask_build_ms()) if ms is not None]
-        self.result["metrics"]["mask_build_ms"] = max(built, default=None)
+        self.result["metrics"] = fields | {"mask_build_ms": max(built, default=None)}
         self.measured_s = sum(medians[which] for which in self.work.passes) / 1e3
 
-    def measure_energy(self, passes: Passes) -> None:
+    def measure_energy(self) -> None:
         if self.spec.energy:
-            found, layers = self.result["metrics"], self.spec.timing.layers
-            flops = found["flops"].get("total", found["flops"]["forward"]) * self.me.world // self.spec.sharing
-            seconds = self.measured_s * layers
-            measured = energy.measure(self.me, passes, self._watch(), seconds, layers, found["tokens"], flops)
-            self.result["energy"] = measured
+            fields, layers = self.result["metrics"], self.spec.timing.layers
+            flops = metrics.iteration_flops(self.spec) * self.me.world // self.spec.sharing
+            about = self.measured_s * layers, layers, fields["tokens"], flops
+            self.result["energy"] = energy.measure(self.me, self.passes, self._watch(), *about)
 
     def record_phases(self) -> None:
         if self.spec.phases and self.work.has_phases:
@@ -182,22 +170,17 @@ class _Run:
         if self.spec.timing.method == "profiler":
             self.me.say("profiler", self.iteration_s * 10)
             runs = self.spec.timing.profile_runs
-            everyone = self.me.gather(profile.profile(self.me, self.work, self._watch(), runs, self.folder))
-            self.result["profile"] = [found for found, _ in everyone]
-            self.result["kernel_times"] = profile.together([found.pop("kernel_times") for found, _ in everyone])
-            self.result["traces"] = [name for _, names in everyone for name in names]
+            by_rank = self.me.gather(profile.profile(self.me, self.work, self._watch(), runs, self.folder))
+            self.result["profile"] = [fields for fields, _ in by_rank]
+            self.result["kernel_times"] = profile.together([fields.pop("kernel_times") for fields, _ in by_rank])
+            self.result["traces"] = [name for _, names in by_rank for name in names]
 
     def compare_with_baseline(self) -> None:
-        if self.spec.baseline == "none":
-            return
-        self.work.release()
-        measured, each_s = self.result["metrics"], max(self.iteration_s, self.measured_s)
-        if self.spec.baseline == "single":
-            self.result["baseline"] = baseline.measure(self.me, self.spec, measured, each_s * self.me.world)
-        else:
-            work = self.spec.workload
-            dense_s = each_s * work.dense.batch_pairs / max(work.batch_pairs, 1)
-            self.result["baseline"] = baseline.dense(self.me, self.spec, measured, dense_s)
+        if self.spec.baseline != "none":
+            self.work.release()
+            expected_s = length.baseline_iteration_s(self.spec, max(self.iteration_s, self.measured_s))
+            measure = baseline.measure if self.spec.baseline == "single" else baseline.dense
+            self.result["baseline"] = measure(self.me, self.spec, self.result["metrics"], expected_s)
 
     def _watch(self) -> Stopwatch:
         return stopwatch(self.me, together=self.me.world > 1)

@@ -42,6 +42,9 @@ def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:
     chosen = everything().get(spec.variant)  # none: attention=auto
     if chosen is not None and (reason := missing(chosen, spec.device)):
         raise UnsupportedHere(reason)
+    if spec.model is not None:
+        way_out = "check.enabled=false, fewer layers or a shorter seq_len"
+        duration.check_cpu(spec, duration.run_s(spec)[0], way_out)
 
 
 def refusal(error: InvalidConfig | UnsupportedHere) -> str:
@@ -163,7 +166,7 @@ def made(
 class _Planner:
     def __init__(self, folder: Path | None, check_kernels: bool):
         self.folder, self.check_kernels = folder, check_kernels
-        self.starts = duration.Starts()
+        self.worlds: set[str] = set()  # that runs so far would have started
         self.times: dict[str, Path] | None = None
         self.seed: int | None = None
 
@@ -200,11 +203,13 @@ class _Planner:
 
     def _timed(self, run: Planned, spec: Experiment, cfg: DictConfig) -> Planned:
         """The run with its time: that of an earlier run with the same key on this machine, else an estimate."""
-        start_s = self.starts.seconds(spec)
+        world = str((spec.world_size, spec.device, spec.launch.share_gpu, spec.launch.env))
+        start_s = 0.0 if world in self.worlds and not spec.launch.fresh else duration.start_s(spec)
+        self.worlds.add(world)
         seconds = self._earlier_s(run.name, cfg)
         if seconds is not None:
             return replace(run, seconds=seconds, basis="earlier results")
-        seconds, basis = duration.of_run(spec)
+        seconds, basis = duration.run_s(spec)
         return replace(run, seconds=start_s + seconds, basis=basis)
 
     def _earlier_s(self, name: str, cfg: DictConfig) -> float | None:

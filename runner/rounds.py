@@ -152,7 +152,7 @@ def joined(
         precision, runs = spec.timing.precision, spec.timing.timing_runs
         slow = statistics.slowest(samples)
         timing["precision_met"] = all(statistics.settled(ms, precision, runs) for ms in slow.values())
-    limited = metrics.without_exceeded(metrics.at(later["metrics"], medians, spec))  # by the newest ceilings
+    limited = metrics.at(later["metrics"], medians, spec)  # by the newest ceilings
     environment = {**value["environment"], "ceilings": later["ceilings"]}
     environment["seconds"] += period["seconds"]
     first = environment["during"]  # rounds of earlier versions have none of their own

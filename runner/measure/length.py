@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from runner.config.experiment import Experiment
 
+CHECK_RUNS = 10  # iterations that take as long as the check; a model's is done by one device alone
 LEADING_RUNS = 4  # before those that are recorded
 MOST_PHASE_RUNS = 15
 PHASES_S = 0.2  # a slow run records fewer phases
@@ -12,13 +13,18 @@ BASELINE_S = 1.0  # short iterations get more samples, for about this time
 BASELINE_CAP_S = 20.0  # long ones get fewer, at least one, to end within this time
 
 
-def iterations(spec: Experiment, each_s: float) -> int:
-    """Those of the timing, the phases and the profiler; each takes so many seconds."""
+def run_s(spec: Experiment, each_s: float) -> float:
+    """The seconds of all iterations of a run, each of which takes so many: of the timing, the phases, the profiler, the check and
+    the baseline."""
     options = spec.timing
-    found = (options.timing_runs + options.warmup_runs + 1) * options.layers
+    number = (options.timing_runs + options.warmup_runs + 1) * options.layers
     if spec.phases:
-        found += phase_runs(spec, each_s) + LEADING_RUNS
-    return found + (LEADING_RUNS + options.profile_runs if options.method == "profiler" else 0)
+        number += phase_runs(spec, each_s) + LEADING_RUNS
+    if options.method == "profiler":
+        number += LEADING_RUNS + options.profile_runs
+    if spec.check.enabled:
+        number += CHECK_RUNS * (spec.world_size if spec.model is not None else 1)
+    return number * each_s + _baseline_s(spec, each_s)
 
 
 def phase_runs(spec: Experiment, iteration_s: float) -> int:
@@ -33,13 +39,17 @@ def baseline_runs(runs: int, iteration_s: float) -> int:
     return max(1, min(runs, int(BASELINE_CAP_S / iteration_s)))
 
 
-def baseline_s(spec: Experiment, each_s: float) -> float:
-    """The seconds that the baseline should take, from those of an iteration of the run."""
-    options, work = spec.timing, spec.workload
+def baseline_iteration_s(spec: Experiment, each_s: float) -> float:
+    """The seconds of an iteration of the baseline, from those of the run."""
     if spec.baseline == "single":
-        single = each_s * spec.world_size
-        return single * (1 + baseline_runs(options.timing_runs, single))
-    if spec.baseline == "dense":
-        dense = each_s * work.dense.batch_pairs / max(work.batch_pairs, 1)
-        return dense * (options.timing_runs + options.warmup_runs + 1) * options.layers
-    return 0.0
+        return each_s * spec.world_size
+    return each_s * spec.workload.dense.batch_pairs / max(spec.workload.batch_pairs, 1)
+
+
+def _baseline_s(spec: Experiment, each_s: float) -> float:
+    if spec.baseline == "none":
+        return 0.0
+    options, seconds = spec.timing, baseline_iteration_s(spec, each_s)
+    if spec.baseline == "single":
+        return seconds * (1 + baseline_runs(options.timing_runs, seconds))
+    return seconds * (options.timing_runs + options.warmup_runs + 1) * options.layers

@@ -51,14 +51,14 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
         elif kernel == "kernel=flash2":
             assert run.state == "unsupported" and "kernel=flash2: " in run.reason and "sdpa_flash" in run.reason
         else:
-            assert run.state == plan.TO_DO and run.seconds > 0 and "the model of time" in run.basis
+            assert run.state == plan.TO_DO and run.seconds > 0 and run.basis.startswith("FLOPs (")
             assert run.flops == metrics.flops(resolved(*about))["total"]
             assert run.name == run_name(configured(*about, kernel, "seed=3"), 0)
     starting, *warm = [run.seconds for run in found.runs if run.seconds]
-    least = duration.START_S["cpu"] + 2 * duration.START_RANK_S["cpu"]
+    least = duration.start_s(resolved(*CPU))
     assert starting > least and len(warm) == 2  # one world for all
     said = " ".join(capsys.readouterr().out.split())
-    assert "Plan: 8 runs: 5 impossible, " in said and "estimated by the model of time" in said
+    assert "Plan: 8 runs: 5 impossible, " in said and "estimated by FLOPs (" in said
     assert "seq_len=510" in said and "invalid" in said and "unsupported" in said  # the rows of the table
 
 
@@ -96,7 +96,7 @@ def test_a_resumed_sweep_keeps_what_is_ok_goes_on_and_knows_the_times_of_before(
     assert [run.state for run in found.runs] == [plan.KEPT, "1 of 3 rounds done", plan.TO_DO]
     assert [run.basis for run in found.runs[:2]] == ["", "earlier results"]
     assert found.runs[0].seconds == 0 and found.runs[1].seconds == pytest.approx(40)
-    assert "model of time" in found.runs[2].basis  # a run that failed has no time
+    assert found.runs[2].basis.startswith("FLOPs (")  # a run that failed has no time
     assert "1 done before" in found.line()
     found = planned(*given)
     assert [run.seconds for run in found.runs[:2]] == [60, 60]
@@ -140,15 +140,12 @@ def test_kernels_that_cannot_are_refused_without_a_world(given, what):
     kernels.check(resolved(*CPU, "attention=ring", *given, "kernel=auto"))
 
 
-def test_worlds_start_once_but_fresh_ones_and_those_that_were_ended():
-    def spec(*given):
-        return resolved("hardware=cpu", "config=tiny", "attention=ring", *given)
-
-    starts = duration.Starts()
-    sizes = [1, 2, 1, 2, 3, 4, 5, 2, 1]  # four stay warm
-    started = [starts.seconds(spec(f"world_size={size}", "seq_len=120")) > 0 for size in sizes]
-    assert started == [True, True, False, False, True, True, True, False, True]
-    assert starts.seconds(spec("world_size=1", "launch.fresh=true")) > 0
+def test_a_model_that_takes_a_cpu_more_than_minutes_is_refused_with_the_way_out(planned):
+    large = ["model=gpt_oss_layer", "config=large", "attention=ring", "mode=training"]
+    (run,) = planned(*large, multirun=False).runs
+    assert run.state == "unsupported" and "check.enabled=false, fewer layers" in run.reason
+    (run,) = planned(*large, "launch.timeout_s=1e9", multirun=False).runs
+    assert run.state == plan.TO_DO and run.seconds > duration.MOST_CPU_S
 
 
 def test_the_time_left_follows_what_the_runs_took():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from runner.measure import model_metrics, text
+from runner.measure import metrics, text
 from runner.models import preset
 from tests.jobs import models
 from tests.runner.test_cli import results_in, run
@@ -60,7 +60,8 @@ def test_the_gate_passes_every_kind_of_model(in_world, given):
 def test_the_bytes_of_all_layers_are_those_that_the_transport_counts(in_world, given, is_cut):
     spec = resolved(*given, "dtype=fp32")
     by_rank, build_ms, pulls = in_world(models.received, 2, experiment=spec.plain())
-    expected = model_metrics.received(spec, pulls)
+    passes = metrics.compute(spec, dict.fromkeys(metrics.flops(spec), 1.0), None, pulls)["passes"]
+    expected = {which: entry["bytes_received_by_rank"] for which, entry in passes.items()}
     for which in ("forward", "backward", "optimizer"):
         assert [found[which] for found in by_rank] == [{k: n for k, n in each.items() if n} for each in expected[which]]
     assert expected["backward"] != expected["total"] != [{}, {}]
