@@ -140,8 +140,8 @@ def _defaults(group: str | None, name: str) -> dict[str, str]:
         values = flat(OmegaConf.to_container(OmegaConf.structured(RunConf)))  # type: ignore[arg-type]
         return {key: text for key, text in values.items() if text != MISSING}
     path = Path(str(resources.files("runner.conf"))) / group / f"{name}.yaml"
-    values = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
-    return flat(values, "" if group == "config" else f"{group}.")  # type: ignore[arg-type]
+    chosen: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    return flat(chosen, "" if group == "config" else f"{group}.")
 
 
 def flat(value: Mapping[str, Any], above: str = "") -> dict[str, str]:
