@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from runner.tracker import Tracked, track
+from runner.output.record import Result
+from runner.tracker import columns, track
 from tests.support.recorded import measured, refused
 
 
@@ -18,16 +19,15 @@ def value(tmp_path, made=None):
 
 
 def test_a_tracker_gets_what_was_asked_and_what_was_measured(tmp_path):
-    run = Tracked.of(value(tmp_path), tmp_path)
-    assert run.parameters["attention"] == "zigzag" and run.parameters["status"] == "ok"
-    assert (run.metrics["forward_ms"], run.metrics["peak_bytes"]) == (4.0, 300.0)
-    assert not set(run.metrics) & set(run.parameters)
+    asked, metrics = columns(Result.of(value(tmp_path), tmp_path))
+    assert asked["attention"] == "zigzag" and asked["status"] == "ok"
+    assert (metrics["forward_ms"], metrics["peak_bytes"]) == (4.0, 300.0)
+    assert not set(metrics) & set(asked)
     decode = measured("tree") | {"config": {"prefix": 4096, "kv_lengths": "random"}}
     decode["experiment"]["workload"] |= {"q_len": 1, "prefix": 4096, "kv_lengths": [7, 9]}
-    asked = Tracked.of(value(tmp_path, decode), tmp_path)
-    assert (asked.parameters["prefix"], asked.parameters["kv_lengths"]) == (4096, "7,9")
-    assert "prefix" not in asked.metrics
-    assert run.tags == {"key": "0", "host": "h", "commit": "c0ffee"}
+    asked, metrics = columns(Result.of(value(tmp_path, decode), tmp_path))
+    assert (asked["prefix"], asked["kv_lengths"]) == (4096, "7,9")
+    assert "prefix" not in metrics
 
 
 @pytest.mark.slow
@@ -40,8 +40,12 @@ def test_mlflow_holds_runs_in_a_local_file(tmp_path):
         runs = store.execute("select name, status from runs").fetchall()
         metrics = store.execute("select name, key, value from metrics join runs using (run_uuid)").fetchall()
         parameters = store.execute("select name, key, value from params join runs using (run_uuid)").fetchall()
+        tags = store.execute(
+            "select key, tags.value from tags join runs using (run_uuid) where name = 'other'"
+        ).fetchall()
     assert set(runs) == {("ring_default", "FINISHED"), ("other", "FAILED")}
     assert ("ring_default", "forward_ms", 4.0) in metrics
+    assert {("host", "h"), ("commit", "c0ffee"), ("folder", str(tmp_path / "other"))} <= set(tags)
     assert {("ring_default", "attention", "zigzag"), ("other", "status", "invalid")} <= set(parameters)
 
 
