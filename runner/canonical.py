@@ -22,7 +22,6 @@ from runner.config import folders
 from runner.output import commands, terminal
 from runner.output.results import write_text
 from runner.report import runs
-from runner.report.fair import tied
 from runner.report.runs import Run
 
 NAME = "canonical.json"
@@ -100,13 +99,14 @@ def times(run: Run) -> dict[str, Any]:
 
 
 def fastest(found: Sequence[Run], subject: str) -> list[dict[str, Any]]:
-    """For each length and pass the fastest, with those that are even with it."""
+    """For each length and pass the fastest, with those that are even with it: the 95% intervals of the medians overlap."""
     answers = []
     for length in dict.fromkeys(run.seq_len for run in found if run.ok):
         here = [run for run in found if run.ok and run.seq_len == length]
         for which in dict.fromkeys(which for run in here for which in run.passes):
-            best, *others = tied([run for run in here if which in run.passes], which)
-            even = [getattr(run, subject) for run in others]
+            timed = sorted((run for run in here if which in run.passes), key=lambda run: run.passes[which].median)
+            best, *others = timed
+            even = [getattr(run, subject) for run in others if _overlap(best, run, which)]
             answers.append(
                 {
                     "seq_len": length, "pass": which, "fastest": getattr(best, subject), "ms": best.passes[which].median,
@@ -114,6 +114,19 @@ def fastest(found: Sequence[Run], subject: str) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
     return answers
+
+
+def _overlap(one: Run, other: Run, which: str) -> bool:
+    """Whether two medians' intervals overlap; without intervals, whether p10 to p90 do."""
+    a, b = (_interval(run, which) for run in (one, other))
+    return a[0] <= b[1] and b[0] <= a[1]
+
+
+def _interval(run: Run, which: str) -> tuple[float, float]:
+    found = run.passes[which]
+    if found.ci95:
+        return found.ci95
+    return found.p10 or found.median, found.p90 or found.median
 
 
 def answered(question: Mapping[str, Any], folder: Path, why: str | None) -> dict[str, Any]:
@@ -145,7 +158,7 @@ def machine(gpus: int) -> dict[str, Any]:
 
 def asked(questions: Sequence[Mapping[str, Any]], common: Sequence[str], folder: Path, budget_s: float) -> list[Any]:
     """The answers to the questions, in their order, until the time is up."""
-    gpus = environment.gpu_count() if environment.torch_has_cuda() else 0
+    gpus = environment.gpu_count()
     stop = time.monotonic() + budget_s - CLOSING_S
     found = []
     for question in questions:
@@ -189,7 +202,7 @@ def _main(arguments: list[str]) -> int:
     started = time.monotonic()
     questions = [question for question in given["questions"] if question["name"] in options.only]
     found = asked(questions, given["all"], folder, options.budget_s)
-    gpus = environment.gpu_count() if environment.torch_has_cuda() else 0
+    gpus = environment.gpu_count()
     value = {
         "schema": given["schema"], "budget_s": options.budget_s, **environment.period(started), "machine": machine(gpus),
         "questions": found,

@@ -39,7 +39,7 @@ def attention() -> Table:
     """The variants, with several lines each to fit a narrow terminal."""
     table = _table("Variants: attention=NAME", "name", "what it is, when to use it, source", "works here, can, options")
     table.leading = 1  # an empty line between variants
-    device = "cuda" if environment.gpu_count() and environment.torch_has_cuda() else "cpu"
+    device = "cuda" if environment.gpu_count() else "cpu"
 
     def add(name: str, summary: str, use: str, source: str, works: str, can: str, options: Mapping[str, Any]) -> None:
         about = f"{summary}\n[bold]use:[/bold] {use}\n[bold]source:[/bold] {source}"

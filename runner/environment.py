@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -98,16 +99,20 @@ def _identity(path: str) -> str | None:
 def _git() -> dict[str, Any]:
     """`commit` and `dirty` of this copy of the program, and their `source`: git, or for a copy without .git the variables
     RUNNER_GIT_COMMIT and RUNNER_GIT_DIRTY, or its file runner/COMMIT; null if unknown."""
-    top = _output("git", "rev-parse", "--show-toplevel", cwd=ROOT)
-    commit = _output("git", "rev-parse", "HEAD", cwd=ROOT) if top and Path(top) == ROOT.resolve() else None
-    if commit is not None:
+    checkout = _output("git", "rev-parse", "--show-toplevel", "HEAD", cwd=ROOT) or "\n"
+    top, commit = checkout.split("\n")
+    if commit and Path(top) == ROOT.resolve():
         status = _output("git", "status", "--porcelain", cwd=ROOT)
         return {"commit": commit, "dirty": bool(status) if status is not None else None, "source": "git"}
-    if commit := os.environ.get("RUNNER_GIT_COMMIT"):
-        dirty = os.environ.get("RUNNER_GIT_DIRTY", "").strip().lower()
-        return {"commit": commit, "dirty": DIRTY.get(dirty), "source": "RUNNER_GIT_COMMIT"}
-    commit, dirty = [*" ".join(_lines(str(STAMP))).split(), "", ""][:2]
-    return {"commit": commit or None, "dirty": DIRTY.get(dirty), "source": "runner/COMMIT" if commit else None}
+    told = {
+        "RUNNER_GIT_COMMIT": [os.environ.get(f"RUNNER_GIT_{name}", "").strip() for name in ("COMMIT", "DIRTY")],
+        "runner/COMMIT": " ".join(_lines(str(STAMP))).split(),
+    }
+    for source, words in told.items():
+        commit, dirty = [*words, "", ""][:2]
+        if commit:
+            return {"commit": commit, "dirty": DIRTY.get(dirty.lower()), "source": source}
+    return dict.fromkeys(("commit", "dirty", "source"))
 
 
 def by_history(commits: Sequence[str]) -> list[str]:
@@ -126,19 +131,15 @@ def changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [what for what in before if before[what] != after[what]]
 
 
-def _compared(found: Mapping[str, Any]) -> dict[str, Any]:
-    git = found.get("git") or {}
-    commit = git.get("commit"), git.get("dirty")
-    machine = found.get("machine_id")
-    return {"commit": commit, "packages": found.get("packages"), "machine": machine, "GPUs": _gpus(found)}
-
-
-def _gpus(found: Mapping[str, Any]) -> tuple[list[Any], Any] | None:
-    """The machine's GPUs, and which of them may be used; None for a run on a CPU."""
-    if "gpus_before" not in found:
-        return None
-    visible = (found.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
-    return sorted(gpu["uuid"] for gpu in found["gpus_before"]), visible
+def _compared(environment: Mapping[str, Any]) -> dict[str, Any]:
+    git, gpus = environment.get("git") or {}, environment.get("gpus_before")  # no GPUs: a run on a CPU
+    visible = (environment.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
+    return {
+        "commit": (git.get("commit"), git.get("dirty")),
+        "packages": environment.get("packages"),
+        "machine": environment.get("machine_id"),
+        "GPUs": None if gpus is None else (sorted(gpu["uuid"] for gpu in gpus), visible),
+    }
 
 
 def commit_text(git: dict[str, Any] | None) -> str:
@@ -154,58 +155,51 @@ def commit_text(git: dict[str, Any] | None) -> str:
 def stamp() -> str:
     """The content of runner/COMMIT for a copy of this checkout: the commit, and `clean` or `dirty`. Raises RuntimeError if
     either is unknown."""
-    found = _git()
-    if found["commit"] is None or found["dirty"] is None:
-        raise RuntimeError(f"{commit_text(found)}: only a git checkout can be stamped")
-    return f"{found['commit']} {'dirty' if found['dirty'] else 'clean'}"
+    git = _git()
+    if git["commit"] is None or git["dirty"] is None:
+        raise RuntimeError(f"{commit_text(git)}: only a git checkout can be stamped")
+    return f"{git['commit']} {'dirty' if git['dirty'] else 'clean'}"
 
 
 @lru_cache
 def gpu_count() -> int:
-    """The number of GPUs that this process may use, without initialising CUDA."""
-    listed = _output("nvidia-smi", "-L")
-    present = len(re.findall(r"^GPU \d+", listed, re.MULTILINE)) if listed else 0
+    """The number of GPUs that this process may use, without initialising CUDA: 0 for a PyTorch without CUDA."""
+    count = len(_gpus("uuid"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(present, sum(x.strip() not in ("", "-1") for x in visible.split(",")))
+    if visible is not None:
+        count = min(count, sum(x.strip() not in ("", "-1") for x in visible.split(",")))
+    return count if count and _torch_has_cuda() else 0
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed PyTorch is built for CUDA, from its version file: importing it takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    with suppress(OSError):
+        if spec is not None and spec.origin is not None:
+            return runpy.run_path(str(Path(spec.origin).with_name("version.py"))).get("cuda") is not None
+    return False
 
 
 @lru_cache
 def gpu_memory_bytes() -> int | None:
-    """Memory of the largest GPU that this process may use, without initialising CUDA. CUDA_VISIBLE_DEVICES counts if it names
-    GPUs by UUID, or by number in nvidia-smi's order; in CUDA's own order a number may be any GPU."""
-    listed = _output("nvidia-smi", "--query-gpu=uuid,memory.total", "--format=csv,noheader,nounits") or ""
-    rows = [line.rpartition(",")[::2] for line in listed.splitlines()]
-    found = {uuid.strip(): int(size) * 2**20 for uuid, size in rows if size.strip().isdigit()}
-    names = [x.strip() for x in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        names = [list(found)[int(x)] if x.isdigit() and int(x) < len(found) else x for x in names]
-    visible = [size for uuid, size in found.items() if any(x and uuid.startswith(x) for x in names)]
-    return max(visible or found.values(), default=None)
+    """Memory of this machine's largest GPU, without initialising CUDA."""
+    sizes = [gpu["memory.total"] for gpu in _gpus("uuid", "memory.total")]
+    return max((int(mib) << 20 for mib in sizes if mib.isdigit()), default=None)
 
 
-@lru_cache
-def torch_has_cuda() -> bool:
-    """Whether the installed PyTorch is built for CUDA, from its version file: importing it takes seconds."""
-    found = importlib.util.find_spec("torch")
-    if found is None or found.origin is None:
-        return False
-    try:
-        return runpy.run_path(str(Path(found.origin).with_name("version.py"))).get("cuda") is not None
-    except OSError:
-        return False
+def _gpus(*fields: str) -> list[dict[str, str]]:
+    """These fields of nvidia-smi, of each GPU; empty without a GPU."""
+    listed = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
+    rows = [line.split(", ") for line in (listed or "").splitlines()]
+    return [dict(zip(fields, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def gpu_state() -> list[dict[str, str]]:
     """Clocks, throttle reasons, temperature and power of each GPU now; empty without a GPU."""
-    fields = (
+    return _gpus(
         "index", "uuid", "name", "driver_version", "clocks.sm", "clocks.mem", "clocks_event_reasons.active", "temperature.gpu",
         "power.draw", "memory.used",
     )  # fmt: skip
-    listed = _output("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits")
-    rows = [line.split(", ") for line in (listed or "").splitlines()]
-    return [dict(zip(fields, row, strict=False)) for row in rows if len(row) == len(fields)]
 
 
 @lru_cache
@@ -218,12 +212,12 @@ def of_torch(device: str) -> dict[str, Any]:
     """The facts from torch, within a rank."""
     import torch
 
-    found: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if device == "cuda":
-        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        found |= {
+        properties = torch.cuda.get_device_properties()
+        facts |= {
             "gpu": properties.name,
-            "gpu_uuid": gpu_uuid(torch.cuda.current_device()),
+            "gpu_uuid": gpu_uuid(None),
             "gpu_memory_bytes": properties.total_memory,
             "compute_capability": f"{properties.major}.{properties.minor}",
             "multiprocessors": properties.multi_processor_count,
@@ -231,11 +225,11 @@ def of_torch(device: str) -> dict[str, Any]:
             "nccl": ".".join(str(x) for x in torch.cuda.nccl.version()),
             "cudnn": torch.backends.cudnn.version(),
         }
-    return found
+    return facts
 
 
 def gpu_uuid(device: Any) -> str:
-    """As nvidia-smi and NVML write it."""
+    """As nvidia-smi and NVML write it; None: the current device."""
     import torch
 
     return f"GPU-{str(torch.cuda.get_device_properties(device).uuid).removeprefix('GPU-')}"

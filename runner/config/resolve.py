@@ -55,9 +55,7 @@ def per_rank(cfg: DictConfig, n: int) -> int:
 
 def usable_gpus(cfg: DictConfig) -> int:
     """The GPUs that a run of this configuration may use: none with hardware=cpu or a PyTorch without CUDA."""
-    if cfg.hardware.name == "cpu" or not environment.gpu_count():
-        return 0
-    return environment.gpu_count() if environment.torch_has_cuda() else 0
+    return 0 if cfg.hardware.name == "cpu" else environment.gpu_count()
 
 
 def identity(cfg: DictConfig) -> str:
