@@ -3,7 +3,7 @@
 import pytest
 
 from runner.measure import ceilings, ceilings_file
-from runner.measure.ceilings import highest, steady
+from runner.measure.ceilings import steady
 from tests.jobs import program
 from tests.support.composing import resolved
 
@@ -17,12 +17,6 @@ def test_a_measurement_is_repeated_until_it_no_longer_grows():
     assert steady(rounds(10, 10.1)) == 10.1
     assert steady(rounds(2, 5, 10, 9)) == 10  # something disturbed the first rounds
     assert steady(rounds(1, 2, 3, 4, 5, 6)) == 6  # the last one that there may be
-
-
-def test_of_two_measurements_the_higher_rates_count():
-    one = {"matmul_tflops": 228.0, "copy_gb_s": 4000.0, "measured_at": 1.0, "source": "cached"}
-    other = {"matmul_tflops": 793.0, "copy_gb_s": 3900.0, "measured_at": 2.0}
-    assert highest(one, other) == {"matmul_tflops": 793.0, "copy_gb_s": 4000.0, "measured_at": 2.0}
 
 
 def test_a_file_that_is_none_is_measured_anew(tmp_path):
@@ -45,7 +39,7 @@ def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_worl
         assert after["before"][name] == found["true"][name] / 1000
         assert after[name] == found["kept"][name] > 3 * after["before"][name]  # on a machine as busy as it likes
     assert second["ceilings"] == after  # not a third time
-    assert found["again"] == [], "measured in memory that there was none of"
+    assert found["without_memory"] == "cached", "measured in memory that there was none of"
     for run in found["runs"]:
         for entry in run["metrics"]["passes"].values():
             assert entry["sol"] is None or entry["sol"] <= 1.03
