@@ -118,7 +118,7 @@ class _Run:
         used = self._memory() if me.device.type == "cpu" else None
         memory.reset_peak(me.device)
         me.say("timing", self.iteration_s)
-        with sampler.sampling(me.device.type, timed.samples_clocks(me)) as self.sampled:
+        with sampler.sampling(me.device.type) as self.sampled:
             self.measured, self.passes = timed.measure(me, spec, work, self._watch(), self.iteration_s)
         self.measured["memory"] = used or self._memory()
         self.measured |= work.more()

@@ -28,11 +28,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import sqrt
+from statistics import median
 from typing import Any
 
 from runner.config.experiment import Experiment
 from runner.measure import metrics, statistics
-from runner.measure.sampler import of_values
 from runner.measure.statistics import Samples
 
 ROUNDS = 3
@@ -46,15 +46,16 @@ COMPARED = ("attention", "kernel", "transport", "replay")
 def groups(jobs: Sequence[Sequence[str]], compared: Sequence[str] = COMPARED) -> list[list[int]]:
     """Groups of compared jobs: the indices of the jobs whose overrides differ only in the keys `compared`. jobs: the overrides
     of each. The groups are in the order of their first jobs."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    by_rest: dict[tuple[str, ...], list[int]] = {}
     for index, overrides in enumerate(jobs):
-        found.setdefault(tuple(text for text in overrides if not _of(text, compared)), []).append(index)
-    return list(found.values())
+        rest = tuple(text for text in overrides if not _key(text).startswith(tuple(f"{key}." for key in compared)))
+        by_rest.setdefault(rest, []).append(index)
+    return list(by_rest.values())
 
 
-def _of(override: str, keys: Sequence[str]) -> bool:
-    key = override.lstrip("+~").partition("=")[0]
-    return any(key == name or key.startswith(f"{name}.") for name in keys)
+def _key(override: str) -> str:
+    """The key of an override, with a dot after it."""
+    return f"{override.lstrip('+~').partition('=')[0]}."
 
 
 def number(order: str, spec: Experiment, compared: int) -> int:
@@ -85,15 +86,13 @@ def turns(runs: int, this: int, rounds: int) -> list[int]:
 def part(spec: Experiment, this: int, rounds: int) -> Experiment:
     """The experiment of the run's turn in round `this` of `rounds`, counted from 0, with this round's share of the samples. With
     adaptive timing, the interval of a single round may be sqrt(rounds) times as wide."""
-    timing = spec.timing
-    if rounds > 1:
-        every, more = divmod(timing.timing_runs, rounds)
-        timing = replace(
-            timing,
-            timing_runs=every + (this < more),
-            precision=timing.precision * sqrt(rounds),
-            time_cap_s=timing.time_cap_s / rounds,
-        )
+    samples, more = divmod(spec.timing.timing_runs, rounds)
+    timing = replace(
+        spec.timing,
+        timing_runs=samples + (this < more),
+        precision=spec.timing.precision * sqrt(rounds),
+        time_cap_s=spec.timing.time_cap_s / rounds,
+    )
     if this == 0:
         return replace(spec, timing=timing)
     method = "warmup" if timing.method == "profiler" else timing.method
@@ -101,26 +100,29 @@ def part(spec: Experiment, this: int, rounds: int) -> Experiment:
     return replace(spec, timing=timing, phases=False, energy=False, baseline="none")
 
 
-def begun(found: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
+def begun(measured: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
     """`timing.rounds` after a run's first round, from the result of its job; `started_at` in seconds since the epoch."""
-    return _rounds([_one(found, started_at)], rounds)
+    return _rounds([_round(measured, started_at)], rounds)
 
 
-def _one(found: Mapping[str, Any], started_at: float) -> dict[str, Any]:
-    timing = found["timing"]
+def _round(measured: Mapping[str, Any], started_at: float) -> dict[str, Any]:
+    timing = measured["timing"]
     return {
         "samples": timing["passes"]["forward"]["n"],
-        "median_ms": {which: summary["median"] for which, summary in timing["passes"].items()},
+        "median_ms": _medians(timing),
         **{key: timing.get(key) for key in OF_WARMUP},  # missing with timing=simple
         "started_at": started_at,
-        "during": found["environment"]["during"],
+        "during": measured["environment"]["during"],
     }
 
 
+def _medians(timing: Mapping[str, Any]) -> dict[str, float]:
+    return {which: times["median"] for which, times in timing["passes"].items()}
+
+
 def _rounds(by_round: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    medians = [one["median_ms"] for one in by_round]
-    slow = {which: [each[which] for each in medians] for which in medians[0]}
-    drift = {which: max(ms) / min(ms) - 1 if min(ms) else 0.0 for which, ms in slow.items()}
+    medians = {which: [each["median_ms"][which] for each in by_round] for which in by_round[0]["median_ms"]}
+    drift = {which: max(ms) / min(ms) - 1 if min(ms) else 0.0 for which, ms in medians.items()}
     return {"done": len(by_round), "of": rounds, "drift": drift, "by_round": by_round}
 
 
@@ -135,55 +137,28 @@ def joined(
 ) -> dict[str, Any]:
     """A result with one more round. samples: of all ranks and rounds. later: the new round's result. period: when the round
     began and how long it took, as from `environment.period`."""
-    spec = Experiment.from_plain(value["experiment"])
-    before = value["timing"]
-    found = statistics.of_ranks(samples)
-    medians = {which: summary["median"] for which, summary in found["passes"].items()}
-    by_round = [*before["rounds"]["by_round"], _one(later, period["started_at"])]
-    timing = {**before, **found, "rounds": _rounds(by_round, before["rounds"]["of"])}
-    timing |= statistics.overhead(before["overhead_ms"], found["passes"])
-    timing["warmup_iterations"] = sum(one["warmup_iterations"] for one in by_round)
-    settled = [one["warmup_settled"] for one in by_round]
+    spec, before = Experiment.from_plain(value["experiment"]), value["timing"]
+    by_round = [*before["rounds"]["by_round"], _round(later, period["started_at"])]
+    timing = {**before, **statistics.of_ranks(samples), "rounds": _rounds(by_round, before["rounds"]["of"])}
+    timing |= statistics.overhead(before["overhead_ms"], timing["passes"])
+    iterations, settled, back_to_back = ([one[key] for one in by_round] for key in OF_WARMUP)
+    timing["warmup_iterations"] = sum(iterations)
     timing["warmup_settled"] = False if False in settled else None if None in settled else True
-    back_to_back = [one["back_to_back_ms"] for one in by_round if one["back_to_back_ms"] is not None]
-    if back_to_back:
-        timing["back_to_back_ms"] = statistics.summarize(back_to_back).median
+    known = [ms for ms in back_to_back if ms is not None]
+    timing["back_to_back_ms"] = median(known) if known else None
     if "precision_met" in timing:
-        precision, runs = spec.timing.precision, spec.timing.timing_runs
         slow = statistics.slowest(samples)
-        timing["precision_met"] = all(statistics.settled(ms, precision, runs) for ms in slow.values())
+        precise = (statistics.settled(ms, spec.timing.precision, spec.timing.timing_runs) for ms in slow.values())
+        timing["precision_met"] = all(precise)
+    medians = _medians(timing)
     limited = metrics.at(later["metrics"], medians, spec)  # by the newest ceilings
     environment = {**value["environment"], "ceilings": later["ceilings"]}
     environment["seconds"] += period["seconds"]
-    first = environment["during"]  # rounds of earlier versions have none of their own
-    environment["during"] = _all_during([one.get("during", first) for one in by_round])
+    by_device = [entry for one in by_round for entry in one["during"]["by_device"]]
+    environment["during"] = {**environment["during"], "by_device": by_device}
     whole = {**value, "timing": timing, "metrics": limited, "environment": environment}
-    if (value.get("baseline") or {}).get("passes"):
-        baseline = value["baseline"]
+    if "passes" in (baseline := value.get("baseline") or {}):
         whole["baseline"] = {**baseline, **metrics.gain(baseline, medians, spec.world_size, limited)}
-    return whole
-
-
-def _all_during(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The clocks of all rounds: for each device the minimum, the maximum, the median of the rounds' medians, and all throttle
-    reasons seen."""
-    by_device: dict[str, list[Mapping[str, Any]]] = {}
-    for during in rounds:
-        for entry in during["by_device"]:
-            by_device.setdefault(entry["device"], []).append(entry)
-    names = ("period_ms", "unavailable")
-    common = {name: next((one[name] for one in rounds if one[name] is not None), None) for name in names}
-    return {**common, "by_device": [_one_device(entries) for entries in by_device.values()]}
-
-
-def _one_device(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    whole: dict[str, Any] = {"device": entries[0]["device"], "samples": sum(entry["samples"] for entry in entries)}
-    for key in dict.fromkeys(key for entry in entries for key in entry if key not in whole):
-        taken = [entry[key] for entry in entries if entry.get(key) is not None]
-        if key == "throttle_reasons":
-            whole[key] = sorted({reason for reasons in taken for reason in reasons})
-        else:
-            whole[key] = of_values(*([each[name] for each in taken] for name in ("min", "median", "max")))
     return whole
 
 

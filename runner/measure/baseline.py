@@ -9,12 +9,10 @@ from statistics import median
 from typing import Any
 
 from runner.config.experiment import Experiment
-from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import choosing, length, memory, metrics, timed, timing
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import stopwatch
-from runner.measure.timed import beats, flush_buffer, sampled_passes, settle_ms, silent_s
 from runner.measure.workloads import kind
 
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error
@@ -24,19 +22,18 @@ _known: dict[Any, dict[str, Any]] = {}  # on rank 0; the variants of a sweep sha
 
 def dense(me: Rank, spec: Experiment, measured: dict[str, Any], dense_s: float) -> dict[str, Any]:
     """Dense attention in the mask's direction, timed as the run was, with speedup and efficiency of the run against it.
-    dense_s: seconds that an iteration should take."""
+    measured: the run's metrics. dense_s: seconds that an iteration should take."""
     me.say("baseline", dense_s)
     here = spec.dense
     try:
         work = choosing.together(me, lambda: kind(spec).create(me, here))
     except ValueError as error:
         return {"kind": "dense", "unsupported": str(error)}
-    watch = stopwatch(me, together=me.world > 1)
-    found, _ = timed.measure(me, here, work, watch, dense_s, "baseline")
-    passes = {which: times["median"] for which, times in found["timing"]["passes"].items()}
-    samples = found["timing"]["passes"]["forward"]["n"]
-    about = {"kind": "dense", "kernel": work.report()["kernel"], "samples": samples, "passes": passes}
-    return about | metrics.gain(about, _times(measured), me.world, measured)
+    timed_dense, _ = timed.measure(me, here, work, stopwatch(me, me.world > 1), dense_s, "baseline")
+    times = timed_dense["timing"]["passes"]
+    passes = {which: summary["median"] for which, summary in times.items()}
+    about = {"kind": "dense", "kernel": work.report()["kernel"], "samples": times["forward"]["n"], "passes": passes}
+    return _compared(me, about, measured)
 
 
 def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: float) -> dict[str, Any]:
@@ -49,67 +46,61 @@ def measure(me: Rank, spec: Experiment, measured: dict[str, Any], single_s: floa
         options.flush_l2, options.autograd_thread, options.layers, options.new_packs,
     )  # fmt: skip
     me.say("baseline", single_s, waiting=me.rank != 0)
-    if spec.device == "cuda":
-        memory.empty_caches(me.device)
+    memory.empty_caches(me.device)
     if me.rank == 0 and key not in _known:
         _known[key] = _single(me, spec, single_s)
     me.say("baseline", waiting=True)
-    result = dict(me.agree(_known.get(key)))
-    if "passes" in result:
-        result |= metrics.gain(result, _times(measured), me.world, measured)
-    return result
+    return _compared(me, me.agree(_known.get(key)), measured)
 
 
-def _times(measured: dict[str, Any]) -> dict[str, float]:
-    """The run's median of each pass in ms."""
-    return {which: measured["tokens"] / entry["tokens_per_s"] * 1e3 for which, entry in measured["passes"].items()}
+def _compared(me: Rank, baseline: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    """The baseline with the run's speedup and efficiency against it, where it has times."""
+    if "passes" not in baseline:
+        return baseline
+    times = {which: measured["tokens"] / entry["tokens_per_s"] * 1e3 for which, entry in measured["passes"].items()}
+    return baseline | metrics.gain(baseline, times, me.world, measured)
 
 
 def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
-    length = spec.workload.seq_len
+    whole = tokens = spec.workload.seq_len
     while True:
-        here = replace(spec, workload=spec.workload.shortened(length))
+        here = replace(spec, workload=spec.workload.shortened(tokens))
         try:
             medians, about = _medians(me, here, single_s)
             break
-        except (UnsupportedHere, ValueError) as error:
+        except ValueError as error:
             return {"unsupported": str(error)}
         except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or length < LEAST_TOKENS:
+            if not is_out_of_memory(error) or tokens < LEAST_TOKENS:
                 raise
             memory.empty_caches(me.device)
-            length //= 2
+            tokens //= 2
         if spec.workload.seqlens:
             return {"unsupported": "the packed batch does not fit one device"}
-    extrapolated = length != spec.workload.seq_len
-    scale = metrics.flops(spec)["forward"] / metrics.flops(here)["forward"] if extrapolated else 1.0
+    scale = metrics.flops(spec)["forward"] / metrics.flops(here)["forward"] if tokens < whole else 1.0
     passes = {which: ms * scale for which, ms in medians.items()}
-    return {**about, "passes": passes, "extrapolated": extrapolated, "measured_seq_len": length}
+    return {**about, "passes": passes, "extrapolated": tokens < whole, "measured_seq_len": tokens}
 
 
 def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], dict[str, Any]]:
     """The median of each pass in ms; `kernel` and the number of `samples`."""
-    work = kind(spec).single(me, spec)
-    watch = stopwatch(me, together=False)
-    flush, passes, layers = flush_buffer(me, spec), sampled_passes(spec, work), spec.timing.layers
-    single_s *= layers
-    beat = beats(me, "baseline", watch, single_s)
-    beat()
+    options, layers = spec.timing, spec.timing.layers
+    work, watch = kind(spec).single(me, spec), stopwatch(me, together=False)
+    announce = timed.Announcer(me, "baseline", watch, single_s * layers)
+    timer = timing.Timer(timed.sampled_passes(spec, work), watch, timed.flush_buffer(me, spec), announce)
 
-    def seconds_each(at_least_ms: float) -> float:
-        """Of an iteration, in a warm-up of at least so long and at least one."""
+    def seconds_each(*limits: float) -> float:
+        """Of an iteration, in a warm-up of at least one."""
         start = time.perf_counter()
-        done = timing.warm(passes, watch, 1, at_least_ms, beat=beat).iterations
+        done = timer.warm(1, *limits).iterations
         return (time.perf_counter() - start) / done
 
     with timing.undisturbed():
         once = seconds_each(0.0)
         if once < length.BASELINE_CAP_S:  # the first may have compiled and allocated
-            once = seconds_each(spec.timing.warmup_ms)
-            me.say("baseline", silent_s(me, max(once, single_s), timing.WINDOW))
-            timing.settle(passes, watch, settle_ms(spec.timing), once * 1e3, flush=flush, beat=beat)
-        runs = length.baseline_runs(spec.timing.timing_runs, once)
-        me.say("baseline", silent_s(me, max(once, single_s), runs))
-        samples = slowest([timing.sample(passes, watch, runs, flush, beat)])
+            once = seconds_each(options.warmup_ms, timed.settle_ms(options))
+        announce.iteration_s = max(once, announce.iteration_s)
+        runs = length.baseline_runs(options.timing_runs, once)
+        samples = slowest([timer.sample(runs)])
     about = {"kernel": work.report()["kernel"], "samples": runs}
     return {which: median(ms) / layers for which, ms in samples.items()}, about

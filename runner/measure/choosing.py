@@ -34,58 +34,56 @@ def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, Any]]:
     if spec.variant == AUTO:
         choice = _choice(me, spec)
         options = variant(choice.variant).parse().plain()
-        graphs = choice.replay == "graphs" and spec.timing.method != "cudagraph"
         about |= {
             "variant": choice.variant,
             "options": options,
-            "graphs": graphs,
+            "graphs": choice.replay == "graphs" and spec.timing.method != "cudagraph",
             "why": repr(choice),
             "tried_ms": dict(choice.tried_ms) or None,
             "left_out": dict(choice.left_out),
         }
         replay = choice.replay if spec.replay == "auto" else spec.replay
         spec = replace(spec, variant=choice.variant, options=options, replay=replay)
-        me.say("prepare")
     if spec.best_options:
-        spec, ms, left_out = _best(me, spec)
-        about |= {"settings_ms": ms, "settings_left_out": left_out}
+        spec, about["settings_ms"], about["settings_left_out"] = _best(me, spec)
+    if about:
+        # the buffers of the other candidates do not count as memory of the chosen one
+        transports.release()
+        memory.empty_caches(me.device)
         me.say("prepare")
     return spec, about
 
 
 def together(me: Rank, make: Callable[[], T]) -> T:
     """The result of `make`, which every rank calls. If it refuses on one rank, all ranks raise that error, so that none waits
-    for another: UnsupportedHere, or InvalidConfig for another ValueError."""
+    for another: UnsupportedHere for a call that cannot be done, InvalidConfig for another ValueError."""
     refusal: ValueError | None = None
     try:
         made = make()
+    except (UnsupportedHere, UnsupportedCall) as error:
+        refusal = UnsupportedHere(str(error))
     except ValueError as error:
-        refusal = (UnsupportedHere if isinstance(error, UnsupportedHere) else InvalidConfig)(str(error))
-    for each in me.gather(refusal):
-        if each is not None:
-            raise each
+        refusal = InvalidConfig(str(error))
+    for reason in me.gather(refusal):
+        if reason is not None:
+            raise reason
     return made
 
 
 def _choice(me: Rank, spec: Experiment) -> Choice:
     """The choice of `auto` for the experiment. Raises UnsupportedHere if no candidate runs here."""
-    work, cudagraph = spec.workload, spec.timing.method == "cudagraph"
-    options = _sizes(me, spec) | {"causal": work.causal, "window": work.window}
-    rank_flops = counts.forward_flops(work.shapes, work.pairs) / spec.world_size
-    me.say("trials", _rough_s(me, spec, rank_flops) * len(SHORTLIST) * (LEADING + TRIAL_RUNS))
+    work = spec.workload
+    replay = "graphs" if spec.timing.method == "cudagraph" else spec.replay
+    _announce(me, spec, counts.forward_flops(work.shapes, work.pairs) / spec.world_size, len(SHORTLIST))
 
     def make() -> attention.ContextParallel:
-        try:
-            return attention.make(
-                AUTO, kernel=spec.kernel, transport=spec.transport, deterministic=spec.deterministic,
-                replay="graphs" if cudagraph else spec.replay, agreement=spec.agreement, **options,
-            )  # fmt: skip
-        except UnsupportedCall as error:
-            raise UnsupportedHere(str(error)) from error
+        return attention.make(
+            AUTO, kernel=spec.kernel, transport=spec.transport, deterministic=spec.deterministic, replay=replay,
+            agreement=spec.agreement, causal=work.causal, window=work.window, **_sizes(me, spec),
+        )  # fmt: skip
 
     choice = together(me, make).choice
     assert choice is not None
-    _forget_trials(me)
     return choice
 
 
@@ -102,18 +100,16 @@ def _sizes(me: Rank, spec: Experiment) -> dict[str, Any]:
 def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dict[str, str]]:
     """The experiment with the fastest of the possible settings, each one's milliseconds, and why others were left out. Raises
     UnsupportedHere if none runs."""
-    call, chosen = spec.workload, variant(spec.variant)
-    about = call.heads, call.kv_heads, call.cu_seqlens, spec.world_size, call.mask, call.q_len
-    able, impossible = settings(chosen, spec.call_options, *about)
-    names = spec.best_options
-    problem = chosen.problem(*about[2:5], able[0], call.q_len)
-    each_s = _rough_s(me, spec, max(counts.rank_flops(problem, call.shapes)))
-    me.say("trials", each_s * len(able) * (LEADING + TRIAL_RUNS))
+    call, chosen, names = spec.workload, variant(spec.variant), spec.best_options
+    lengths = call.cu_seqlens, spec.world_size, call.mask
+    able, impossible = settings(chosen, spec.call_options, call.heads, call.kv_heads, *lengths, call.q_len)
+    problem = chosen.problem(*lengths, able[0], call.q_len)
+    _announce(me, spec, max(counts.rank_flops(problem, call.shapes)), len(able))
     specs = {
         setting_label(setting, names): replace(spec, options={name: setting[name] for name in spec.options})
         for setting in able
     }
-    functions = together(me, lambda: {label: build(each) for label, each in specs.items()})
+    functions = together(me, lambda: {label: build(candidate) for label, candidate in specs.items()})
     band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)
     # a causal mask is also a window
     trial = AutoRequest(**_sizes(me, spec), window=(band.left, band.right), mask=other)
@@ -121,17 +117,11 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dic
     left_out = impossible | failed
     if not ms:
         raise UnsupportedHere("; ".join(f"{label}: {why}" for label, why in left_out.items()))
-    _forget_trials(me)
     return specs[next(iter(ms))], ms, left_out
 
 
-def _forget_trials(me: Rank) -> None:
-    """Frees the buffers of the other candidates, so that they do not count as memory of the chosen one."""
-    transports.release()
-    memory.empty_caches(me.device)
-
-
-def _rough_s(me: Rank, spec: Experiment, forward_flops: float) -> float:
-    """Seconds of an iteration, from the rate of a matrix product: kernels reach at least a third of it."""
+def _announce(me: Rank, spec: Experiment, forward_flops: float, candidates: int) -> None:
+    """Announces trials of so many candidates, from the rate of a matrix product: kernels reach at least a third of it."""
     flops = forward_flops * (1 + spec.workload.shapes.backward_ratio if spec.backward else 1)
-    return 3 * flops / ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] / 1e12
+    iteration_s = 3 * flops / ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] / 1e12
+    me.say("trials", iteration_s * candidates * (LEADING + TRIAL_RUNS))

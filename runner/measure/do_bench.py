@@ -34,35 +34,31 @@ def compare(
     same L2 flush, and an equal warm-up without a pause after it, since a GPU at its power limit sets its clocks by the load
     just before. `ratio` is the median over our turns, each against do_bench's turns before and after it, since clocks drift.
     The headline times differ: they alternate forward and backward, as training does. announce: called before each turn."""
-    found = {}
+    from triton.testing import do_bench
+
+    def theirs_ms() -> float:
+        announce()
+        with timing.undisturbed():
+            return do_bench(alone.call, warmup=500, rep=500, return_mode="median")
+
+    def ours_ms() -> float:
+        announce()
+        with timing.undisturbed():
+            for _ in range(runs):
+                alone.call()
+            return median(timing.Timer(alone, watch, flush).sample(runs)[which])
+
+    compared = {}
     for which in work.passes:
         work.run("forward")
         alone = _OnePass(work, which)
-        theirs, ours = [_do_bench_ms(alone, announce)], []
+        theirs, ours = [theirs_ms()], []
         runs = max(10, int(500 / theirs[0]))
         for _ in range(TURNS):
-            ours.append(_ours_ms(alone, runs, watch, flush, announce))
-            theirs.append(_do_bench_ms(alone, announce))
+            ours.append(ours_ms())
+            theirs.append(theirs_ms())
         by_turn = [2 * x / (a + b) for x, a, b in zip(ours, theirs, theirs[1:], strict=False)]
         times = {"do_bench_ms": median(theirs), "ours_ms": median(ours), "ratio": median(by_turn)}
-        found[which] = times | {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
+        compared[which] = times | {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
     work.release()
-    return found
-
-
-def _do_bench_ms(alone: _OnePass, announce: Callable[[], None]) -> float:
-    from triton.testing import do_bench
-
-    announce()
-    with timing.undisturbed():
-        return do_bench(alone.call, warmup=500, rep=500, return_mode="median")
-
-
-def _ours_ms(
-    alone: _OnePass, runs: int, watch: Stopwatch, flush: torch.Tensor | None, announce: Callable[[], None]
-) -> float:
-    announce()
-    with timing.undisturbed():
-        for _ in range(runs):
-            alone.call()
-        return median(timing.sample(alone, watch, runs, flush)[alone.passes[0]])
+    return compared

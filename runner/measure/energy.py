@@ -33,31 +33,30 @@ def measure(
     if lacking := [gpu for gpu in gpus if gpu not in counting]:
         why = why or f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
         return {"unavailable": why}
-    me.say("energy", max(iteration_s, LEAD_S + WINDOW_S))
-    beat = timed.beats(me, "energy", watch, iteration_s)
-    window_ms = (LEAD_S + WINDOW_S) * 1e3
-    done: list[float] = []  # begin of the window, its seconds, its iterations
+    announce = timed.Announcer(me, "energy", watch, iteration_s)
+    timer = timing.Timer(work, watch, announce=announce, agree=me.agree)
+    begin = seconds = 0.0
+    iterations = 0
 
     def window() -> None:
+        nonlocal begin, seconds, iterations
         watch.settle()
         me.barrier()
         begin = time.monotonic()
         with timing.undisturbed():
-            warmed = timing.warm(work, watch, 1, window_ms, me.agree, beat)
-        done.extend((begin, time.monotonic() - begin, warmed.iterations))
+            iterations = timer.warm(1, (LEAD_S + WINDOW_S) * 1e3).iterations
+        seconds = time.monotonic() - begin
 
     counted, _ = _counted(me, window)
-    begins = me.gather(done[0])
-    watts = [power(_within(counted.get(gpu, []), begin)) for gpu, begin in zip(gpus, begins, strict=True)]
-    seconds, iterations = max(me.gather(done[1])), int(done[2])
-    return of_window(watts, seconds, iterations * layers, tokens, flops)
+    watts = [power(_within(counted.get(gpu, []), at)) for gpu, at in zip(gpus, me.gather(begin), strict=True)]
+    return of_window(watts, max(me.gather(seconds)), iterations * layers, tokens, flops)
 
 
 def _counted(me: Rank, body: Callable[[], None]) -> tuple[dict[str, Changes], str | None]:
     """The changes of the counter of every GPU of all nodes while `body` runs, and why a node has none."""
-    with sampler.sampling(me.device.type, timed.samples_clocks(me), "energy") as found:
+    with sampler.sampling(me.device.type, "energy") as sampled:
         body()
-    nodes = me.gather(found)
+    nodes = me.gather(sampled)
     why = next((node["unavailable"] for node in nodes if "unavailable" in node), None)
     return {gpu: changes for node in nodes for gpu, changes in node.get("of", {}).items()}, why
 
@@ -78,7 +77,7 @@ def power(changes: Changes) -> float | None:
 def of_window(watts: Sequence[float | None], seconds: float, calls: int, tokens: int, flops: int) -> dict[str, Any]:
     """The fields of `energy`. watts: by rank. calls: within the window of so many seconds; each has so many tokens and FLOPs,
     over all ranks."""
-    known = [each for each in watts if each is not None]
+    known = [x for x in watts if x is not None]
     if len(known) < len(watts):
         rank = watts.index(None)
         return {"unavailable": f"the counter of rank {rank}'s GPU changed too seldom in {seconds:.1f} s"}

@@ -29,6 +29,7 @@ COUNTERS = {  # our name: ncu's name, and bytes per unit
 }
 PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 OPTIONS = "--profile-from-start off --csv --print-units base --metrics"
+PROFILED = "-P -m runner.measure.ncu"  # of Python
 MARK = "spin_kernel"  # the kernel of torch.cuda._sleep, launched before each pass
 TIMEOUT_S = 300.0
 
@@ -39,16 +40,7 @@ def count(spec: Experiment) -> dict[str, Any]:
     if tool is None:
         return {"unavailable": "ncu (NVIDIA Nsight Compute) is not installed"}
     metrics = ",".join(metric for metric, _ in COUNTERS.values())
-    command = [
-        tool,
-        *OPTIONS.split(),
-        metrics,
-        sys.executable,
-        "-P",
-        "-m",
-        "runner.measure.ncu",
-        json.dumps(spec.plain()),
-    ]
+    command = [tool, *OPTIONS.split(), metrics, sys.executable, *PROFILED.split(), json.dumps(spec.plain())]
     environment = os.environ | {"PYTHONPATH": search_path()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
@@ -56,32 +48,31 @@ def count(spec: Experiment) -> dict[str, Any]:
         return {"unavailable": f"ncu took more than {TIMEOUT_S:.0f} s"}
     passes = parse(done.stdout.splitlines(), spec.mode)
     if done.returncode or not passes:
-        output = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        output = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["no output"]
         errors = [line for line in output if "ERR" in line or "Error" in line]
-        return {"unavailable": f"ncu ended with {done.returncode}: {(errors or output or ['no output'])[-1][:300]}"}
+        return {"unavailable": f"ncu ended with {done.returncode}: {(errors or output)[-1][:300]}"}
     return {"tool": f"ncu ({tool})", "passes": passes}
 
 
 def parse(lines: Iterable[str], mode: str) -> dict[str, dict[str, Any]]:
     """Parses ncu's CSV, one line per kernel and metric; other lines are skipped."""
-    rows = [line for line in lines if line.startswith('"')]
     names = {metric: (ours, unit) for ours, (metric, unit) in COUNTERS.items()}
     kernels: dict[str, dict[str, Any]] = {}
-    for row in csv.DictReader(rows):
-        entry = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+    for row in csv.DictReader(line for line in lines if line.startswith('"')):
         ours, unit = names[row["Metric Name"]]
-        entry[ours] = int(float(row["Metric Value"].replace(",", ""))) * unit
-    passes: dict[str, dict[str, Any]] = {}
-    wanted = iter(("forward", "backward") if mode == "forward_backward" else ("forward",))
-    here: dict[str, Any] | None = None
-    for entry in kernels.values():
-        if MARK in entry["kernel"]:
-            here = passes.setdefault(next(wanted), {**dict.fromkeys(COUNTERS, 0), "kernels": []})
-        elif here is not None:
-            here["kernels"].append(entry)
-            for name in COUNTERS:
-                here[name] += entry[name]
-    return passes
+        kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
+        kernel[ours] = int(float(row["Metric Value"].replace(",", ""))) * unit
+    passes: dict[str, list[dict[str, Any]]] = {}
+    wanted = iter(mode.split("_"))
+    for kernel in kernels.values():
+        if MARK in kernel["kernel"]:
+            here = passes[next(wanted)] = []
+        elif passes:
+            here.append(kernel)
+    return {
+        which: {name: sum(kernel[name] for kernel in ran) for name in COUNTERS} | {"kernels": ran}
+        for which, ran in passes.items()
+    }
 
 
 def _profiled(plain: dict[str, Any]) -> None:
@@ -90,20 +81,20 @@ def _profiled(plain: dict[str, Any]) -> None:
 
     from attention.gpu import private
     from runner.launch.rank import Rank
+    from runner.measure.timing import iterate
     from runner.measure.workloads import kind
 
     spec, device = Experiment.from_plain(plain), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     alone = Rank(0, 1, device, Path(tempfile.gettempdir()), cast(Any, None))  # a world of one needs no process group
     work = kind(spec).create(alone, spec)
-    for profiled in (False, True):
-        if profiled:
-            torch.cuda.profiler.start()
-        for which in work.passes:
-            if profiled:
-                private.sleep_cycles(1)
-            work.run(which)
-        torch.cuda.synchronize()
+    iterate(work)
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for which in work.passes:
+        private.sleep_cycles(1)
+        work.run(which)
+    torch.cuda.synchronize()
     torch.cuda.profiler.stop()
 
 

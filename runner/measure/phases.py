@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
-from statistics import mean, median, pstdev
+from statistics import fmean, median, pstdev
 from typing import Any
 
 import torch
@@ -24,47 +25,46 @@ STRAGGLER = 1.1  # times the median over the ranks
 ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass
 
 
-class _Counted:
-    """A workload's passes, each annotated by its name, with the bytes that the transport moved into this rank in the last run
-    of each."""
-
-    def __init__(self, work: Workload, recorder: Recorder):
-        self.work, self.passes, self.annotate = work, work.passes, recorder.annotate
-        self.received: dict[str, dict[str, int]] = {}
-
-    def run(self, which: str) -> None:
-        counter = self.work.transport.bytes_received
-        counter.clear()
-        with self.annotate(which):
-            self.work.run(which)
-        self.received[which] = dict(counter)
-
-
 def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int, nvtx: bool = False) -> dict[str, Any]:
     """`phase_rows`, `phases` and `comm` of the result, from all ranks. nvtx: passes and phases are NVTX ranges."""
     recorder = Recorder(me.device, torch.cuda.nvtx.range if nvtx else None)
-    counted = _Counted(work, recorder)
-    leads = timing.leads_ms(counted, watch, lambda: recording(recorder))
-    recorder.spans.clear()
-    origin = watch.origin()
-    with recording(recorder):
-        passes = timing.record(counted, watch, runs, recorder, leads)
+    received: dict[str, dict[str, int]] = {}  # by this rank in the last run of each pass
+
+    @contextmanager
+    def counted(which: str) -> Iterator[None]:
+        counter = work.transport.bytes_received
+        counter.clear()
+        with recorder.annotate(which):
+            yield
+        received[which] = dict(counter)
+
+    passes, _ = timing.record(timing.Around(work, counted), watch, runs, recorder, lambda: recording(recorder))
     work.release()
+    on_cpu = me.device.type == "cpu"
+    origin = 0 if on_cpu else passes[0].start  # processes of a host share the monotonic clock
     mine: list[Row] = []
-    for number, each in enumerate(passes):
-        here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": each.which}
-        whole = (WHOLE, watch.elapsed(origin, each.start), watch.elapsed(origin, each.stop))
-        spans = [(s.name, *s.since(origin)) for s in each.spans]
-        steps, lengths = [-1, *(s.step for s in each.spans)], [whole[2] - whole[1], *shares(spans)]
-        for step, ms, (phase, start, stop) in zip(steps, lengths, [whole, *spans], strict=True):
+    for number, recorded in enumerate(passes):
+        here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": recorded.which}
+        start, stop = watch.elapsed(origin, recorded.start), watch.elapsed(origin, recorded.stop)
+        spans = [(span.name, *span.since(origin)) for span in recorded.spans]
+        rows = [(-1, stop - start, (WHOLE, start, stop))]
+        rows += zip((span.step for span in recorded.spans), shares(spans), spans, strict=True)
+        for step, ms, (phase, start, stop) in rows:
             mine.append({**here, "phase": phase, "step": step, "ms": ms, "start_ms": start, "stop_ms": stop})
-    clock = (boot_id() or platform.node()) if me.device.type == "cpu" else me.rank
-    everyone = me.gather((mine, counted.received, clock))
-    rows, received = [row for rows, *_ in everyone for row in rows], [received for _, received, _ in everyone]
-    clocks = on_one_clock(rows, [clock for *_, clock in everyone])
-    bytes_and_rates = {"bytes_received_by_rank": received, "bandwidth": bandwidths(rows, received)}
-    comm = {"transport": work.transport.name, **bytes_and_rates, "clocks": clocks}
-    return {"phase_rows": rows, "phases": summarize(rows, me.world), "comm": comm}
+    clock = (boot_id() or platform.node()) if on_cpu else me.rank
+    by_rank, received_by_rank, clocks = zip(*me.gather((mine, received, clock)), strict=True)
+    all_rows = [row for rows in by_rank for row in rows]
+    times = by_iteration(all_rows, me.world)
+    return {
+        "phase_rows": all_rows,
+        "phases": {which: summary(iterations) for which, iterations in times.items()},
+        "comm": {
+            "transport": work.transport.name,
+            "bytes_received_by_rank": received_by_rank,
+            "bandwidth": bandwidths(times, received_by_rank),
+            "clocks": on_one_clock(all_rows, clocks),
+        },
+    }
 
 
 def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> dict[str, Any]:
@@ -75,18 +75,18 @@ def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> dict[str, Any]:
     time, in the median over the passes. Returns `count`, of the clocks, and `error_ms`: how far a pass's start lies from
     that in the median, on the worst clock; 0 for one clock."""
     starts: dict[Any, dict[tuple[int, str], float]] = {clock: {} for clock in clocks}
-    for row in rows:
-        if row["phase"] == WHOLE:
-            found, place = starts[clocks[row["rank"]]], (row["iteration"], row["pass"])
-            found[place] = min(found.get(place, row["start_ms"]), row["start_ms"])
+    wholes = [row for row in rows if row["phase"] == WHOLE]
+    for row in wholes:
+        earliest, place = starts[clocks[row["rank"]]], (row["iteration"], row["pass"])
+        earliest[place] = min(earliest.get(place, row["start_ms"]), row["start_ms"])
     first = starts[clocks[0]]
-    ahead = {clock: [found[place] - first[place] for place in first] for clock, found in starts.items()}
-    offsets = {clock: median(each) for clock, each in ahead.items()}
-    zero = min(row["start_ms"] - offsets[clocks[row["rank"]]] for row in rows if row["phase"] == WHOLE)
+    ahead = {clock: [earliest[place] - first[place] for place in first] for clock, earliest in starts.items()}
+    offsets = {clock: median(lead) for clock, lead in ahead.items()}
+    zero = min(row["start_ms"] - offsets[clocks[row["rank"]]] for row in wholes)
     for row in rows:
-        back = offsets[clocks[row["rank"]]] + zero
-        row |= {key: round(row[key] - back, 6) for key in ("start_ms", "stop_ms")}
-    error = max(median(abs(ms - offsets[clock]) for ms in each) for clock, each in ahead.items())
+        for key in ("start_ms", "stop_ms"):
+            row[key] = round(row[key] - offsets[clocks[row["rank"]]] - zero, 6)
+    error = max(median(abs(ms - offsets[clock]) for ms in lead) for clock, lead in ahead.items())
     return {"count": len(starts), "error_ms": round(error, 6)}
 
 
@@ -114,57 +114,59 @@ def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
     return taken
 
 
-def summarize(rows: list[Row], world: int) -> dict[str, Any]:
-    """A summary of the recorded rows; rows with phase `pass` are a rank's whole pass. For each pass, on the slowest
-    rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch overhead and gaps),
-    the skew of compute between ranks, and stragglers. These are means over the same iterations, the middle half by
-    length of the pass, so they add up. Each phase also has its median, mean, deviation and total over all iterations.
+Iteration = list[dict[str, float]]  # by rank, the ms of each phase
 
-    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; other phases overlap them."""
-    passes: dict[str, dict[int, list[dict[str, float]]]] = {}
+
+def by_iteration(rows: list[Row], world: int) -> dict[str, list[Iteration]]:
+    """The recorded rows by pass; rows with phase `pass` are a rank's whole pass."""
+    passes: dict[str, dict[int, Iteration]] = {}
     for row in rows:
         iterations = passes.setdefault(row["pass"], {})
         ranks = iterations.setdefault(row["iteration"], [defaultdict(float) for _ in range(world)])
         ranks[row["rank"]][row["phase"]] += row["ms"]
-    return {which: _of_pass(list(iterations.values())) for which, iterations in passes.items()}
+    return {which: list(iterations.values()) for which, iterations in passes.items()}
 
 
-def _mean(iterations: list[dict[str, float]]) -> dict[str, float]:
-    """The mean by phase; a phase that an iteration lacks counts as 0."""
-    names = dict.fromkeys(name for found in iterations for name in found)
-    return {name: sum(found.get(name, 0.0) for found in iterations) / len(iterations) for name in names}
+def _medians(iterations: list[Iteration], phase: str) -> list[float]:
+    """By rank, over the iterations that have the phase; 0 where there is none."""
+    return [median([ms[phase] for ms in times if phase in ms] or [0.0]) for times in zip(*iterations, strict=True)]
 
 
-def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
-    ranks = range(len(iterations[0]))
+def _means(iterations: Sequence[dict[str, float]]) -> dict[str, float]:
+    """By phase; one that an iteration lacks counts as 0."""
+    names = {name for ms in iterations for name in ms}
+    return {name: fmean(ms.get(name, 0.0) for ms in iterations) for name in names}
 
-    def medians(phase: str) -> list[float]:
-        """By rank, over the iterations that have the phase."""
-        seen = [[each[rank][phase] for each in iterations if phase in each[rank]] for rank in ranks]
-        return [median(ms) if ms else 0.0 for ms in seen]
 
-    totals = medians(WHOLE)
-    slowest = max(ranks, key=lambda rank: totals[rank])
-    ordered = sorted(iterations, key=lambda each: each[slowest][WHOLE])
+def summary(iterations: list[Iteration]) -> dict[str, Any]:
+    """Of a pass, on the slowest rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch
+    overhead and gaps), the skew of compute between ranks, and stragglers. These are means over the same iterations, the
+    middle half by length of the pass, so they add up. Each phase also has its median, mean, deviation and total over all
+    iterations.
+
+    comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; other phases overlap them."""
+    totals = _medians(iterations, WHOLE)
+    slowest = totals.index(max(totals))
+    ordered = sorted(iterations, key=lambda ranks: ranks[slowest][WHOLE])
     kept = max(1, len(ordered) // 2)
     first = (len(ordered) - kept) // 2
-    middle = [_mean([each[rank] for each in ordered[first : first + kept]]) for rank in ranks]
+    middle = [*map(_means, zip(*ordered[first : first + kept], strict=True))]
     total = middle[slowest][WHOLE]
 
-    def together(prefix: str) -> list[float]:
-        return [sum(ms for name, ms in middle[rank].items() if name.startswith(prefix)) for rank in ranks]
+    def sums(prefix: str) -> list[float]:
+        return [sum(ms for name, ms in means.items() if name.startswith(prefix)) for means in middle]
 
     def share(ms: float) -> float:
         return ms / total if total else 0.0
 
     def phase(name: str) -> dict[str, Any]:
-        ms, by_rank = middle[slowest].get(name, 0.0), medians(name)
-        every = [each[slowest].get(name, 0.0) for each in iterations]
-        spread = {"mean_ms": mean(every), "deviation_ms": pstdev(every), "total_ms": sum(every)}
+        every, ms = [ranks[slowest].get(name, 0.0) for ranks in iterations], middle[slowest].get(name, 0.0)
+        by_rank = _medians(iterations, name)
+        spread = {"mean_ms": fmean(every), "deviation_ms": pstdev(every), "total_ms": sum(every)}
         return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], **spread, "by_rank_ms": by_rank}
 
-    names = in_order({name for each in iterations for name in each[slowest]} - {WHOLE})
-    computes, waits = together("comp_"), together("wait_")
+    names = in_order({name for ranks in iterations for name in ranks[slowest]} - {WHOLE})
+    computes, waits = sums("comp_"), sums("wait_")
     compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
     return {
         "rank": slowest,
@@ -173,11 +175,11 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
         "phases": {name: phase(name) for name in names},
         "compute_ms": compute,
         "exposed_communication_ms": exposed,
-        "transfer_ms": together("comm_")[slowest],
+        "transfer_ms": sums("comm_")[slowest],
         "other_ms": total - compute - exposed,
         "compute_share": share(compute),
         "communication_share": share(exposed),
-        "other_share": 1 - (compute + exposed) / total if total else 0.0,
+        "other_share": share(total - compute - exposed),
         "compute_by_rank_ms": computes,
         "exposed_by_rank_ms": waits,
         "skew": (max(computes) - min(computes)) / usual if usual else 0.0,
@@ -185,23 +187,22 @@ def _of_pass(iterations: list[list[dict[str, float]]]) -> dict[str, Any]:
     }
 
 
-def bandwidths(rows: list[Row], received: list[dict[str, dict[str, int]]]) -> dict[str, Any]:
+def bandwidths(
+    passes: dict[str, list[Iteration]], received: Sequence[dict[str, dict[str, int]]]
+) -> dict[str, dict[str, Any]]:
     """For each pass and kind of transfer, on the rank that receives most: bytes, ms of the transfer (its `comm_*`
     phase, including waits for late ranks), and the bandwidths of nccl-tests in GB/s. busbw counts the bytes that arrive
-    at a rank; algbw is busbw W / (W - 1)."""
+    at a rank; algbw is busbw W / (W - 1). passes: of `by_iteration`. received: by rank, pass and kind."""
     world = len(received)
-    result: dict[str, Any] = {}
-    for which in received[0]:
+    result: dict[str, dict[str, Any]] = {which: {} for which in received[0]}
+    for which in result:
         for what in dict.fromkeys(key for rank in received for key in rank[which]):
             sizes = [rank[which].get(what, 0) for rank in received]
-            size, rank = max(sizes), sizes.index(max(sizes))
-            iterations: dict[int, float] = defaultdict(float)
-            for row in rows:
-                if (row["pass"], row["rank"], row["phase"]) == (which, rank, f"comm_{what}"):
-                    iterations[row["iteration"]] += row["ms"]
-            ms = median(iterations.values()) if iterations else 0.0
+            size = max(sizes)
+            rank = sizes.index(size)
+            ms = _medians(passes[which], f"comm_{what}")[rank]
             if size and ms:
                 busbw = size / ms / 1e6
                 rates = {"busbw_gb_s": busbw, "algbw_gb_s": busbw * world / (world - 1)}
-                result.setdefault(which, {})[what] = {"rank": rank, "bytes": size, "ms": ms, **rates}
-    return result
+                result[which][what] = {"rank": rank, "bytes": size, "ms": ms, **rates}
+    return {which: kinds for which, kinds in result.items() if kinds}

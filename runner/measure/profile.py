@@ -27,13 +27,15 @@ from runner.environment import boot_id
 from runner.launch.rank import Rank
 from runner.measure.phases import Row, on_one_clock
 from runner.measure.stopwatch import Stopwatch
-from runner.measure.timing import leads_ms, record
+from runner.measure.timing import Around, record
 from runner.measure.workload import Passes
 
 Span = tuple[float, float]
-LEAD = re.compile("spin_kernel")  # of `CudaStopwatch`, as is the next: no variant reduces bytes
-ALIGNMENT = re.compile(r"AllReduce_\w+_[ui]8")  # NCCL has several names for a minimum
-COMMUNICATION = re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE)
+PATTERNS = {  # of kernels' names; others compute
+    "alignment": re.compile(r"AllReduce_\w+_[ui]8"),  # of `CudaStopwatch`, as is the next: no variant reduces bytes
+    "lead": re.compile("spin_kernel"),
+    "communication": re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE),
+}
 SHOWN = 40  # kernels in the table
 MOST_TIMES = 400  # intervals of a rank's kernels that are kept, the longest
 PASS = "pass "  # with the pass: the range around it in a trace
@@ -61,21 +63,26 @@ def overlap(a: Iterable[Span], b: Iterable[Span]) -> float:
     return covered(x) + covered(y) - covered(x + y)
 
 
-def _kind(event: dict[str, Any], device: str) -> str | None:
-    """What a trace event is: compute, communication, alignment, lead, other (only in the kernel table), or None."""
-    category, name = event.get("cat", ""), event["name"]
+def _spans(events: Iterable[dict[str, Any]], device: str) -> list[tuple[Span, str, str]]:
+    """When each event of a trace that counts was, in us, with its name and what it is: compute, communication, alignment,
+    lead, pass, or other (only in the kernel table)."""
+    spans = []
+    for event in events:
+        if event.get("ph") == "X" and (kind := _kind(event.get("cat", ""), event["name"], device)):
+            start = float(event["ts"])
+            spans.append(((start, start + float(event.get("dur", 0))), event["name"], kind))
+    return sorted(spans)
+
+
+def _kind(category: str, name: str, device: str) -> str | None:
     if device == "cuda":
         if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
             return None
-        patterns = {"alignment": ALIGNMENT, "lead": LEAD, "communication": COMMUNICATION}
-        return next((kind for kind, pattern in patterns.items() if pattern.search(name)), "compute")
+        return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), "compute")
+    if name.startswith(PASS) and category == "user_annotation":
+        return "pass"
     by_prefix = {"comm_": "communication", "comp_": "compute"}
     return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
-
-
-def _span(event: dict[str, Any]) -> Span:
-    start = float(event["ts"])
-    return start, start + float(event.get("dur", 0))
 
 
 def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[Span]] = ()) -> dict[str, Any]:
@@ -83,27 +90,31 @@ def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[
     in ms since the pass was aligned."""
     spans: dict[str, list[Span]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
-    for event in events:
-        kind = _kind(event, device) if event.get("ph") == "X" else None
-        if kind is not None:
-            spans[kind].append(_span(event))
-            if kind not in ("alignment", "lead"):
-                kernels[event["name"]].append(float(event.get("dur", 0)))
+    for (start, stop), name, kind in _spans(events, device):
+        spans[kind].append((start, stop))
+        if kind not in ("alignment", "lead", "pass"):
+            kernels[name].append(stop - start)
     compute, communication = spans["compute"], spans["communication"]
-    busy, moving, both = covered(compute), covered(communication), overlap(compute, communication)
-    waiting: list[Span] = []
     placed = len(waits) == len(spans["alignment"])  # else it is unknown where they belong
-    if placed:
-        for (_, start), pass_waits in zip(sorted(spans["alignment"]), waits, strict=True):
-            waiting += [(start + a * 1e3, start + b * 1e3) for a, b in pass_waits]
+    waiting = [
+        (start + a * 1e3, start + b * 1e3)
+        for (_, start), pass_waits in (zip(spans["alignment"], waits, strict=True) if placed else ())
+        for a, b in pass_waits
+    ]
     everything = merged([*compute, *communication, *waiting])
     length = everything[-1][1] - everything[0][0] if everything else 0.0
     pauses = [span for span in spans["alignment"] + spans["lead"] if everything and span[0] > everything[0][0]]
     length -= covered(pauses) - overlap(pauses, everything)
-    us = (length, busy, moving, both, covered(everything) - busy, length - covered(everything))
+    busy, moving, both, whole = (
+        covered(compute),
+        covered(communication),
+        overlap(compute, communication),
+        covered(everything),
+    )
+    us = (length, busy, moving, both, whole - busy, length - whole)
     table = [
-        {"kernel": name, "calls": len(each), "total_ms": sum(each) / 1e3, "mean_us": sum(each) / len(each)}
-        for name, each in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        {"kernel": name, "calls": len(lengths), "total_ms": sum(lengths) / 1e3, "mean_us": sum(lengths) / len(lengths)}
+        for name, lengths in sorted(kernels.items(), key=lambda item: -sum(item[1]))
     ]
     return {
         **{name: x / 1e3 for name, x in zip(IN_MS, us, strict=True)},
@@ -120,29 +131,21 @@ def kernel_times(trace: dict[str, Any], device: str, order: Sequence[str]) -> tu
 
     A pass begins on CUDA where the all-reduce that aligns the ranks ends, on a CPU where its range does. Without these
     there are no rows."""
-    begins: list[Span] = []  # of passes; on a CPU with their ends
-    kernels: list[tuple[float, float, str, str]] = []
-    for event in trace["traceEvents"]:
-        if event.get("ph") != "X":
-            continue
-        span, kind = _span(event), _kind(event, device)
-        if kind == "alignment":
-            begins.append((span[1], span[1]))
-        elif device == "cpu" and event.get("cat") == "user_annotation" and event["name"].startswith(PASS):
-            begins.append(span)
-        elif kind in ("compute", "communication"):
-            kernels.append((*span, event["name"], kind))
-    begins = sorted(begins)[-len(order) :]
+    spans = _spans(trace["traceEvents"], device)
+    begins = [span for span, _, kind in spans if kind == "pass"]  # on a CPU with their ends
+    begins += [(stop, stop) for (_, stop), _, kind in spans if kind == "alignment"]
+    begins = begins[-len(order) :]
     if len(begins) < len(order):
         return [], 0, 0
     zero = begins[0][0]
-    kernels = [each for each in kernels if each[0] >= zero]
-    kept = sorted(sorted(kernels, key=lambda each: each[0] - each[1])[:MOST_TIMES])
+    kernels = [entry for entry in spans if entry[0][0] >= zero and entry[2] in ("compute", "communication")]
+    kept = sorted(sorted(kernels, key=lambda entry: entry[0][0] - entry[0][1])[:MOST_TIMES])
     rows: list[Row] = []
     ends = [start for start, _ in begins[1:]] + [float("inf")]
     for which, (start, stop), end in zip(order, begins, ends, strict=True):
-        stop = max([stop, *(each[1] for each in kernels if start <= each[0] < end)])
-        for a, b, name, kind in [(start, stop, WHOLE, WHOLE), *(each for each in kept if start <= each[0] < end)]:
+        last = max([stop, *(span[1] for span, *_ in kernels if start <= span[0] < end)])
+        within = [entry for entry in kept if start <= entry[0][0] < end]
+        for (a, b), name, kind in [((start, last), WHOLE, WHOLE), *within]:
             times = {"start_ms": (a - zero) / 1e3, "stop_ms": (b - zero) / 1e3}
             rows.append({"pass": which, "kernel": name, "kind": kind, **times})
     # a float holds no time since 1970 in ns
@@ -155,25 +158,14 @@ def together(everyone: Sequence[tuple[list[Row], int, Any]]) -> list[Row]:
     if not all(rows for rows, *_ in everyone):
         return []
     zero = min(begin for _, begin, _ in everyone)
-    found = [
+    shifted = [
         {"iteration": 0, "rank": rank, **row, "phase": row["kernel"]}
         | {key: row[key] + (begin - zero) / 1e6 for key in ("start_ms", "stop_ms")}
         for rank, (rows, begin, _) in enumerate(everyone)
         for row in rows
     ]
-    on_one_clock(found, [clock for *_, clock in everyone])
-    return found
-
-
-class _Ranged:
-    """Passes of which each is a range in the trace."""
-
-    def __init__(self, work: Passes):
-        self.work, self.passes = work, work.passes
-
-    def run(self, which: str) -> None:
-        with torch.profiler.record_function(f"{PASS}{which}"):
-            self.work.run(which)
+    on_one_clock(shifted, [clock for *_, clock in everyone])
+    return shifted
 
 
 def _write(path: Path, text: str) -> None:
@@ -203,23 +195,20 @@ def profile(
         with torch.profiler.profile(activities=activities, **extra) as profiler, recording(recorder):
             yield profiler
 
-    ranged = _Ranged(work)
-    leads = leads_ms(ranged, watch, observed)
-    recorder.spans.clear()
-    with observed() as profiler:
-        passes = record(ranged, watch, runs, recorder, leads)
+    ranged = Around(work, lambda which: torch.profiler.record_function(f"{PASS}{which}"))
+    passes, profiler = record(ranged, watch, runs, recorder, observed)
     waits = [[s.since(each.start) for s in each.spans if s.name.startswith("wait_")] for each in passes]
     scratch = me.folder / f"trace{me.rank}.json"
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()
     scratch.unlink()
     trace = json.loads(text)
-    found = analyse(trace["traceEvents"], me.device.type, waits)
+    analysis = analyse(trace["traceEvents"], me.device.type, waits)
     rows, left_out, begin = kernel_times(trace, me.device.type, work.passes)
-    found |= {"kernel_times": (rows, begin, boot_id() or platform.node()), "kernels_left_out": left_out}
-    found |= {key: found[key] / runs for key in IN_MS} | {"runs": runs, "kernels": found["kernels"][:SHOWN]}
+    analysis |= {"kernel_times": (rows, begin, boot_id() or platform.node()), "kernels_left_out": left_out}
+    analysis |= {key: analysis[key] / runs for key in IN_MS} | {"runs": runs, "kernels": analysis["kernels"][:SHOWN]}
     if folder is None:
-        return found, []
+        return analysis, []
     name = f"trace_rank{me.rank}.json.gz"
     _write(folder / name, text)
-    return found, [name]
+    return analysis, [name]

@@ -22,24 +22,28 @@ INTERVAL_SAMPLES = 6  # the fewest with a 95% interval: the median lies outside 
 MOST_CORRELATED = 0.95  # of neighbouring samples, for `dependence`
 
 
-@dataclass(frozen=True)
-class Summary:
+@dataclass(frozen=True, kw_only=True)
+class PassTimes:
+    """The summary of a pass's samples, ms, as in result.json. Results of earlier versions may lack what has a default."""
+
     n: int
     median: float
-    p10: float
-    p90: float
-    min: float
-    max: float
-    mean: float
-    std: float
     iqr_over_median: float
-    ci95: tuple[float, float] | None  # of the median, by order statistics
-    outliers: int  # beyond 1.5 IQR of the quartiles (Tukey)
     noisy: bool
-    trend: bool  # samples rose or fell while they were taken (`trend`)
+    trend: bool = False  # samples rose or fell while they were taken (`trend`)
+    p10: float | None = None
+    p90: float | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    ci95: tuple[float, float] | None = None  # of the median, by order statistics
+    outliers: int | None = None  # beyond 1.5 IQR of the quartiles (Tukey)
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
+    @property
+    def spread(self) -> str:
+        """IQR / median, with `!` where it is noisy and `~` where there is a trend."""
+        return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:
@@ -71,7 +75,7 @@ def too_few(n: int) -> str | None:
     return f"{n} sample{'s' if n > 1 else ''}: a 95% interval of the median needs {INTERVAL_SAMPLES}"
 
 
-def summarize(samples: Sequence[float]) -> Summary:
+def summarize(samples: Sequence[float]) -> PassTimes:
     """Raises ValueError for no samples."""
     if not samples:
         raise ValueError("0 samples: at least one is needed for a summary")
@@ -79,7 +83,7 @@ def summarize(samples: Sequence[float]) -> Summary:
     p10, q1, middle, q3, p90 = (quantile(ordered, q) for q in (0.1, 0.25, 0.5, 0.75, 0.9))
     iqr = q3 - q1
     spread = iqr / middle if middle else 0.0
-    return Summary(
+    return PassTimes(
         n=len(ordered),
         median=middle,
         p10=p10,
@@ -175,7 +179,7 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
 def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
     """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, and `no_ci95`."""
     passes, *ranks = (
-        {which: summarize(ms).plain() for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
+        {which: asdict(summarize(ms)) for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
     )
     return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"]["n"])}
 

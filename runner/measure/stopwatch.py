@@ -34,10 +34,6 @@ class CudaStopwatch:
         if self.token is not None:
             dist.all_reduce(self.token, dist.ReduceOp.MIN)
 
-    def origin(self) -> Any:
-        """A mark from which this rank's clock may count."""
-        return self.mark()
-
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -61,10 +57,6 @@ class CpuStopwatch:
     def align(self) -> None:
         if self.group is not None:
             dist.barrier(self.group)
-
-    def origin(self) -> Any:
-        """The origin of the monotonic clock, which all processes of a host share."""
-        return 0
 
     def mark(self) -> Any:
         return time.perf_counter_ns()

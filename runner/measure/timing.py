@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ WINDOW = 12  # the latest iterations of a warm-up, which are tested for a trend
 WINDOW_CHANCE = 0.05  # the significance of that trend
 BATCH = 10  # samples between two checks of `adaptive`
 
-Gather = Callable[[Samples], list[Samples]]  # every rank's samples
-Agree = Callable[[int], int]  # rank 0's number
+T = TypeVar("T")
 
 
 @contextmanager
@@ -53,101 +52,99 @@ def iterate(work: Passes) -> None:
 class Warmed:
     """The outcome of a warm-up. back_to_back_ms: ms per iteration in its longest group of consecutive iterations, which run
     back to back like a model's layers. The first group may compile and allocate, so it does not count; None if there was
-    no other group."""
+    no other group. settled: whether the latest iterations show no trend; None if there were too few."""
 
     iterations: int
     back_to_back_ms: float | None
-
-
-def warm(
-    work: Passes,
-    watch: Stopwatch,
-    runs: int,
-    at_least_ms: float,
-    agree: Agree = int,
-    beat: Callable[[], None] = lambda: None,
-) -> Warmed:
-    """Iterates until both limits are reached, equally on all ranks. The clock is read only after groups of iterations, so that
-    the GPU is as busy as during sampling; a group is at most as long as all earlier ones together. (After a pause, a GPU at
-    its power limit is faster for some 80 ms.) beat: called after each iteration."""
-    done = longest = 0
-    more = max(runs, 1 if at_least_ms > 0 else 0)
-    each_ms: float | None = None
-    start = time.perf_counter()
-    while more:
-        began = time.perf_counter()
-        for _ in range(more):
-            iterate(work)
-            beat()
-        watch.settle()
-        now = time.perf_counter()
-        if done and more >= longest:
-            longest, each_ms = more, (now - began) * 1e3 / more
-        done += more
-        passed_ms = (now - start) * 1e3
-        lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
-        more = agree(min(lacking, done))
-    return Warmed(done, each_ms)
-
-
-@dataclass(frozen=True)
-class Settling:
-    """The additional iterations of a warm-up. settled: whether the latest ones show no trend; None if there were too few."""
-
-    iterations: int
     settled: bool | None
 
 
-def settle(
-    work: Passes,
-    watch: Stopwatch,
-    cap_ms: float,
-    each_ms: float | None,
-    gather: Gather = lambda mine: [mine],
-    agree: Agree = int,
-    flush: Tensor | None = None,
-    beat: Callable[[], None] = lambda: None,
-) -> Settling:
-    """Continues a warm-up, with iterations as in `sample`, until the latest `WINDOW` iterations show no trend in any pass of the
-    slowest rank, or until `cap_ms` is over; equally on all ranks. each_ms: the time of an iteration so far; None if unknown:
-    then a single iteration is timed first."""
-    so_far: Samples = {}
-    done = 0
-    start = time.perf_counter()
-    while True:
-        left_ms = cap_ms - (time.perf_counter() - start) * 1e3
-        fitting = int(left_ms / each_ms) if each_ms is not None else int(cap_ms > 0)
-        more = agree(max(0, min(WINDOW, fitting)))
-        if not more:
-            return Settling(done, _level(so_far) if done >= statistics.TREND_SAMPLES else None)
-        began = time.perf_counter()
-        for which, ms in statistics.slowest(gather(sample(work, watch, more, flush, beat))).items():
-            so_far[which] = [*so_far.get(which, []), *ms][-WINDOW:]
-        each_ms = (time.perf_counter() - began) * 1e3 / more
-        done += more
-        if done >= WINDOW and _level(so_far):
-            return Settling(done, True)
+@dataclass
+class Timer:
+    """Times iterations of `work` on this rank. flush: a buffer written before each pass, to empty the L2 cache. announce:
+    called with their number before iterations that follow each other, and with 0 after each of them. gather: every
+    rank's samples. agree: rank 0's decision."""
 
+    work: Passes
+    watch: Stopwatch
+    flush: Tensor | None = None
+    announce: Callable[[int], None] = lambda runs: None
+    gather: Callable[[Samples], list[Samples]] = lambda mine: [mine]
+    agree: Callable[[int], int] = int
 
-def _level(samples: Samples) -> bool:
-    return not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in samples.values())
+    def warm(self, runs: int, at_least_ms: float, settle_ms: float = 0.0) -> Warmed:
+        """Iterates until both limits are reached, equally on all ranks, then settles for at most `settle_ms`. The clock is
+        read only after groups of iterations, so that the GPU is as busy as during sampling; a group is at most as long as
+        all earlier ones together. (After a pause, a GPU at its power limit is faster for some 80 ms.)"""
+        done = longest = 0
+        more = max(runs, 1 if at_least_ms > 0 else 0)
+        each_ms: float | None = None
+        start = time.perf_counter()
+        while more:
+            began = time.perf_counter()
+            self.announce(more)
+            for _ in range(more):
+                iterate(self.work)
+                self.announce(0)
+            self.watch.settle()
+            now = time.perf_counter()
+            if done and more >= longest:
+                longest, each_ms = more, (now - began) * 1e3 / more
+            done += more
+            passed_ms = (now - start) * 1e3
+            lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
+            more = self.agree(min(lacking, done))
+        further, settled = self.settle(settle_ms, each_ms)
+        return Warmed(done + further, each_ms, settled)
 
+    def settle(self, cap_ms: float, each_ms: float | None) -> tuple[int, bool | None]:
+        """Continues a warm-up, with iterations as in `sample`, until the latest `WINDOW` iterations show no trend in any
+        pass of the slowest rank, or until `cap_ms` is over; equally on all ranks. Returns the number of iterations, and
+        whether they settled. each_ms: the time of an iteration so far; None if unknown: then a single iteration is timed
+        first."""
+        latest: Samples = {}
+        done = 0
+        start = time.perf_counter()
+        while True:
+            left_ms = cap_ms - (time.perf_counter() - start) * 1e3
+            fitting = int(left_ms / each_ms) if each_ms is not None else int(cap_ms > 0)
+            more = self.agree(max(0, min(WINDOW, fitting)))
+            if more:
+                began = time.perf_counter()
+                for which, ms in statistics.slowest(self.gather(self.sample(more))).items():
+                    latest[which] = [*latest.get(which, []), *ms][-WINDOW:]
+                each_ms = (time.perf_counter() - began) * 1e3 / more
+                done += more
+            level = not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in latest.values())
+            if not more or (done >= WINDOW and level):
+                return done, level if done >= statistics.TREND_SAMPLES else None
 
-def sample(
-    work: Passes, watch: Stopwatch, runs: int, flush: Tensor | None = None, beat: Callable[[], None] = lambda: None
-) -> Samples:
-    """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end. flush: a
-    buffer written before each pass, to empty the L2 cache."""
-    marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in work.passes}
-    with undisturbed():
-        for _ in range(runs):
-            for which in work.passes:
-                if flush is not None:
-                    flush.zero_()
-                marks[which].append(between_marks(watch, work.run, which))
-            beat()
-        watch.settle()
-    return {which: [watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
+    def sample(self, runs: int) -> Samples:
+        """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end."""
+        marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in self.work.passes}
+        self.announce(runs)
+        with undisturbed():
+            for _ in range(runs):
+                for which in self.work.passes:
+                    if self.flush is not None:
+                        self.flush.zero_()
+                    marks[which].append(between_marks(self.watch, self.work.run, which))
+                self.announce(0)
+            self.watch.settle()
+        return {which: [self.watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
+
+    def adaptive(self, least: int, precision: float, time_cap_s: float) -> tuple[Samples, bool]:
+        """(samples, whether the precision was met). Samples in batches until every pass of the slowest rank is precise
+        enough, or the time is over."""
+        samples: Samples = {which: [] for which in self.work.passes}
+        start = time.perf_counter()
+        while True:
+            for which, more in self.sample(min(BATCH, max(least, 1))).items():
+                samples[which] += more
+            slow = statistics.slowest(self.gather(samples))
+            met = all(statistics.settled(ms, precision, least) for ms in slow.values())
+            if met or self.agree(time.perf_counter() - start > time_cap_s):
+                return samples, met
 
 
 @dataclass(frozen=True)
@@ -160,18 +157,21 @@ class Recorded:
     spans: list[Span]
 
 
-def record(work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, leads: dict[str, float]) -> list[Recorded]:
-    """`runs` iterations as in `sample`, with the recorder active; leads: from `leads_ms`."""
-    found = []
-    with undisturbed():
-        for _ in range(runs):
-            for which in work.passes:
-                if isinstance(watch, CudaStopwatch):
-                    watch.lead_ms = leads[which]
-                found.append(Recorded(which, *between_marks(watch, work.run, which), recorder.spans[:]))
-                recorder.spans.clear()
+def record(
+    work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, observed: Callable[[], AbstractContextManager[T]]
+) -> tuple[list[Recorded], T]:
+    """`runs` iterations as in `Timer.sample` within `observed`, where the recorder is active; and what `observed` gives."""
+    leads = leads_ms(work, watch, observed)
+    recorder.spans.clear()
+    passes = []
+    with observed() as observer, undisturbed():
+        for which in work.passes * runs:
+            if isinstance(watch, CudaStopwatch):
+                watch.lead_ms = leads[which]
+            passes.append(Recorded(which, *between_marks(watch, work.run, which), recorder.spans[:]))
+            recorder.spans.clear()
         watch.settle()
-    return found
+    return passes, observer
 
 
 def leads_ms(
@@ -189,14 +189,14 @@ def leads_ms(
 
 def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
     """The CPU launch overhead of each pass in ms, at its second run."""
-    found = {}
-    for which in (*work.passes, *work.passes):
+    launched = {}
+    for which in work.passes * 2:
         watch.settle()
         start = time.perf_counter()
         work.run(which)
-        found[which] = (time.perf_counter() - start) * 1e3
+        launched[which] = (time.perf_counter() - start) * 1e3
     watch.settle()
-    return found
+    return launched
 
 
 def simple(work: Workload, watch: Stopwatch, runs: int) -> Samples:
@@ -212,39 +212,22 @@ def simple(work: Workload, watch: Stopwatch, runs: int) -> Samples:
     return samples
 
 
-def adaptive(
-    work: Passes,
-    watch: Stopwatch,
-    least: int,
-    decide: Callable[[Samples, float], bool | None],
-    flush: Tensor | None = None,
-    beat: Callable[[], None] = lambda: None,
-) -> tuple[Samples, bool]:
-    """(samples, whether the precision was met). Samples in batches, until `decide(samples so far, seconds)` returns a verdict,
-    which is the same on every rank."""
-    samples: Samples = {which: [] for which in work.passes}
-    start = time.perf_counter()
-    met = None
-    while met is None:
-        for which, more in sample(work, watch, min(BATCH, max(least, 1)), flush, beat).items():
-            samples[which] += more
-        met = decide(samples, time.perf_counter() - start)
-    return samples, met
-
-
-def verdict(slowest: Samples, least: int, precision: float, seconds: float, time_cap_s: float) -> bool | None:
-    """The stopping rule of `adaptive`, on the slowest rank's times: True when every pass is precise enough, False when
-    the time is over, None to continue."""
-    if all(statistics.settled(ms, precision, least) for ms in slowest.values()):
-        return True
-    return False if seconds > time_cap_s else None
-
-
 def overhead_ms(watch: Stopwatch) -> float:
     """The measured time of an empty region, in ms: the minimum of five."""
     pairs = [between_marks(watch, lambda: None) for _ in range(5)]
     watch.settle()
     return min(watch.elapsed(a, b) for a, b in pairs)
+
+
+class Around:
+    """Passes of which each runs within a context, made by its name."""
+
+    def __init__(self, work: Passes, context: Callable[[str], AbstractContextManager[object]]):
+        self.work, self.passes, self.context = work, work.passes, context
+
+    def run(self, which: str) -> None:
+        with self.context(which):
+            self.work.run(which)
 
 
 class Graphed:
@@ -262,10 +245,9 @@ class Graphed:
             stream.synchronize()
             pool = torch.cuda.graph_pool_handle()
             for which in self.passes:
-                graph = torch.cuda.CUDAGraph()
+                self.graphs[which] = graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work.run(which)
-                self.graphs[which] = graph
         torch.cuda.current_stream().wait_stream(stream)
         self.work, self.left = work, work.left  # keeps the captured tensors alive
 

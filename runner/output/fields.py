@@ -10,6 +10,7 @@ from typing import Any, dataclass_transform
 from attention import masks
 from attention.masks.mask import short
 from runner.environment import commit_text
+from runner.measure.statistics import PassTimes
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
@@ -172,24 +173,6 @@ class Correctness(Part):
     timed: Check = field(default_factory=Check)
     reference: str | None = None
     checked_share: float = 1.0
-
-
-class PassTimes(Part):
-    """The summary of a pass's samples, ms."""
-
-    n: int
-    median: float
-    iqr_over_median: float
-    noisy: bool
-    trend: bool = False  # samples rose or fell while they were taken
-    p10: float | None = None
-    p90: float | None = None
-    ci95: tuple[float, float] | None = None
-
-    @property
-    def spread(self) -> str:
-        """IQR / median, with `!` where it is noisy and `~` where there is a trend."""
-        return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
 
 
 class DoBench(Part):

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from runner.measure.statistics import PassTimes
 from runner.output import fields
 from runner.output.parsing import parsed, shown, what_parses
 
@@ -141,7 +142,7 @@ class Result:
         return self.status == "ok" and self.timing is not None
 
     @property
-    def passes(self) -> dict[str, fields.PassTimes]:
+    def passes(self) -> dict[str, PassTimes]:
         """The times by pass: forward and, where they were timed, backward and total."""
         return self.timing.passes if self.timing else {}
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from attention.masks.band import Band
 from runner.config.variants import BEST, setting_label
+from runner.measure.statistics import PassTimes
 from runner.output import columns, reader
-from runner.output.fields import Environment, PassTimes
+from runner.output.fields import Environment
 from runner.output.record import Asked, Result
 from runner.peers import PEERS, everything
 

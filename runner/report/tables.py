@@ -216,7 +216,7 @@ def environment_facts(run: Run) -> dict[str, Any]:
         "CPU": f"{about.cpu}, {about.cores} cores" if about.cpu else None,
         # several machines may have one name; the hash is of one machine only
         "machine": " ".join(filter(None, [about.host, about.machine_id])),
-        "GPU UUIDs": ", ".join(gpu.device for gpu in about.during.by_device if gpu.device != "cpu"),
+        "GPU UUIDs": ", ".join({gpu.device: None for gpu in about.during.by_device if gpu.device != "cpu"}),
         "platform": about.platform,
         "variables": _pairs(about.variables, "="),
         "commit": about.commit.removeprefix("commit "),

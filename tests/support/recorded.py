@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def measured(name: str, seq_len: int = 1024) -> dict:
         experiment=spec.plain(),
         chosen={"kernel": "sdpa_flash", "transport": "gloo"},
         correctness={"passed": True, "tensors": {"out": {"rel_l2": 2e-3}}},
-        timing={"passes": {which: s.plain() for which, s in summaries.items()}},
+        timing={"passes": {which: asdict(s) for which, s in summaries.items()}},
         metrics=metrics.compute(spec, {which: s.median for which, s in summaries.items()}, None),
         memory={"by_rank": [{"peak_resident": 100}, {"peak_resident": 300}]},
         baseline={"speedup": {"total": 1.5}, "efficiency": {"total": 0.75}},

@@ -9,7 +9,7 @@ import torch
 
 from attention.profiling import Recorder, layer, phase, record, recording
 from runner.launch.files import WorldSpec
-from runner.measure.phases import bandwidths, on_one_clock, shares, summarize
+from runner.measure.phases import bandwidths, by_iteration, on_one_clock, shares, summary
 from runner.output import display
 from runner.output.fields import PassPhases
 from runner.output.parsing import parsed
@@ -26,6 +26,10 @@ def rows(rank: int, which: str, iteration: int, **ms: float | list[float]) -> li
         for name, steps in ms.items()
         for step, value in enumerate(steps if isinstance(steps, list) else [steps])
     ]
+
+
+def summarize(found: list[dict], world: int) -> dict:
+    return {which: summary(iterations) for which, iterations in by_iteration(found, world).items()}
 
 
 def adds_up(entry: dict) -> bool:
@@ -367,6 +371,7 @@ def test_annotated_phases_are_ranges_around_their_spans():
 
 def test_bandwidths_are_those_of_the_transfer_on_the_rank_that_receives_most():
     received = [{"forward": {"kv": 30_000_000}}, {"forward": {"kv": 10_000_000}}, {"forward": {"kv": 20_000_000}}]
-    found = bandwidths([*rows(0, "forward", 0, comm_kv=1.5), *rows(0, "forward", 1, comm_kv=1.5)], received)
+    recorded = [row for i in range(2) for row in rows(0, "forward", i, comm_kv=1.5)]
+    found = bandwidths(by_iteration(recorded, 3), received)
     # 30 MB in 1.5 ms are 20 GB/s; with three ranks the gathered whole is half as much again
     assert found == {"forward": {"kv": {"rank": 0, "bytes": 30_000_000, "ms": 1.5, "busbw_gb_s": 20, "algbw_gb_s": 30}}}

@@ -15,20 +15,7 @@ from runner.measure.attention_work import Layers, other_orders
 from runner.measure.length import baseline_runs
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import CpuStopwatch, CudaStopwatch
-from runner.measure.timing import (
-    LEAD_MS,
-    Settling,
-    Warmed,
-    adaptive,
-    leads_ms,
-    overhead_ms,
-    record,
-    sample,
-    settle,
-    simple,
-    verdict,
-    warm,
-)
+from runner.measure.timing import LEAD_MS, Timer, Warmed, leads_ms, overhead_ms, record, simple
 from tests.jobs import program
 from tests.support.composing import resolved
 
@@ -107,11 +94,11 @@ def test_simple_is_the_mean_of_the_runs_after_one_untimed_call(clock):
 
 def test_sample_keeps_every_duration_in_order(clock):
     work = Work(clock, forward=[3, 1, 2], backward=[30, 10, 20])
-    assert sample(work, Watch(clock), 3) == {"forward": [3, 1, 2], "backward": [30, 10, 20]}
+    assert Timer(work, Watch(clock)).sample(3) == {"forward": [3, 1, 2], "backward": [30, 10, 20]}
 
 
 def test_sample_aligns_before_every_pass_and_settles_once_at_the_end(clock):
-    sample(Work(clock, forward=[1], backward=[2]), Watch(clock), 3)
+    Timer(Work(clock, forward=[1], backward=[2]), Watch(clock)).sample(3)
     assert clock.log == ["align", "forward", "align", "backward"] * 3 + ["settle"]
 
 
@@ -125,23 +112,23 @@ def test_sample_flushes_before_every_pass_outside_its_marks(clock):
             cache.fill_(1)
             super().run(which)
 
-    sample(Dirties(clock, forward=[1], backward=[2]), Watch(clock), 2, flush=cache)
+    Timer(Dirties(clock, forward=[1], backward=[2]), Watch(clock), cache).sample(2)
     assert seen == [0, 0, 0, 0]
 
 
-def test_sample_says_that_it_lives_once_an_iteration_outside_the_marks(clock):
-    def beat() -> None:
-        clock.log.append("beat")
+def test_sample_announces_its_iterations_and_after_each_that_it_lives_outside_the_marks(clock):
+    def announce(runs: int) -> None:
+        clock.log.append(f"announce {runs}")
         clock.ms += 1000
 
-    assert sample(Work(clock, forward=[1, 2]), Watch(clock), 2, beat=beat) == {"forward": [1, 2]}
-    assert clock.log == ["align", "forward", "beat"] * 2 + ["settle"]
+    assert Timer(Work(clock, forward=[1, 2]), Watch(clock), announce=announce).sample(2) == {"forward": [1, 2]}
+    assert clock.log == ["announce 2", *["align", "forward", "announce 0"] * 2, "settle"]
 
 
 def warmed(clock: Clock, runs: int, at_least_ms: float, agree=lambda more: more, settling_ms: float = 0) -> list[int]:
     """The lengths of warm-up's stretches, of iterations of 30 ms in two passes, each stretch settled in `settling_ms`."""
     work = Work(clock, forward=[10], backward=[20])
-    done = warm(work, Watch(clock, settling_ms=settling_ms), runs, at_least_ms, agree).iterations
+    done = Timer(work, Watch(clock, settling_ms=settling_ms), agree=agree).warm(runs, at_least_ms).iterations
     stretches = "".join("s" if entry == "settle" else entry[0] for entry in clock.log).split("s")
     assert stretches.pop() == "" and all(set(stretch) <= {"f", "b"} for stretch in stretches)
     lengths = [stretch.count("fb") for stretch in stretches]
@@ -171,15 +158,15 @@ def test_warm_needs_both_limits(clock):
 
 
 def test_warm_without_limits_does_nothing(clock):
-    assert warm(Work(clock, forward=[10]), Watch(clock), 0, 0, lambda more: more) == Warmed(0, None)
+    assert Timer(Work(clock, forward=[10]), Watch(clock)).warm(0, 0) == Warmed(0, None, None)
     assert clock.log == []
 
 
 def test_warm_tells_the_rate_of_its_longest_stretch_but_the_first(clock):
     slow_at_first = Work(clock, forward=[100, 100, 10, 10, 30])
     watch = Watch(clock, settling_ms=0)
-    assert warm(slow_at_first, watch, 2, 300, lambda more: more) == Warmed(7, pytest.approx(20))  # of 2, 1, 2, 1 and 1
-    assert warm(Work(clock, forward=[10]), watch, 3, 0, lambda more: more) == Warmed(3, None)
+    assert Timer(slow_at_first, watch).warm(2, 300) == Warmed(7, pytest.approx(20), None)  # of 2, 1, 2, 1 and 1
+    assert Timer(Work(clock, forward=[10]), watch).warm(3, 0) == Warmed(3, None, None)
 
 
 def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
@@ -190,7 +177,7 @@ def test_warm_obeys_rank_zero_and_not_its_own_clock(clock):
         return 1 if len(opinions) < 3 else 0
 
     assert warmed(clock, runs=2, at_least_ms=0, agree=rank_zero) == [2, 1, 1]
-    assert opinions == [0, 0, 0]
+    assert opinions == [0, 0, 0, 0]  # the last on settling
 
 
 def settled(
@@ -198,50 +185,45 @@ def settled(
 ):
     """What settling says, a window of 12 iterations at a time; aligning takes 1000 ms a pass and a stretch's end as long."""
     watch = Watch(clock)
-    return settle(Work(clock, **durations), watch, cap_ms, each_ms, lambda mine: [mine, *others(mine)], agree)
+    timer = Timer(Work(clock, **durations), watch, gather=lambda mine: [mine, *others(mine)], agree=agree)
+    return timer.settle(cap_ms, each_ms)
 
 
 @pytest.mark.slow
 def test_a_warm_up_goes_on_until_no_pass_rises_or_falls(clock):
     slow_at_first = [50.0] * 7 + [5.0]
-    assert settled(clock, 1e6, forward=[5.0], backward=[9.0]) == Settling(12, True)
-    assert settled(clock, 1e6, forward=slow_at_first) == Settling(24, True)
-    assert settled(clock, 1e6, forward=[5.0], backward=slow_at_first) == Settling(24, True)
+    assert settled(clock, 1e6, forward=[5.0], backward=[9.0]) == (12, True)
+    assert settled(clock, 1e6, forward=slow_at_first) == (24, True)
+    assert settled(clock, 1e6, forward=[5.0], backward=slow_at_first) == (24, True)
     falling = [5.4 - 0.045 * i for i in range(20)]
-    assert settled(clock, 1e6, forward=[*falling, 4.5]) == Settling(36, True)
+    assert settled(clock, 1e6, forward=[*falling, 4.5]) == (36, True)
 
 
 @pytest.mark.slow
 def test_a_warm_up_that_does_not_settle_ends_in_time_and_says_so(clock):
     rising = [1.05**i for i in range(200)]
     found = settled(clock, 30_000, forward=rising)
-    assert found == Settling(27, False)  # 12, 12, and the 3 that still fit
-    assert settled(clock, 9_000, forward=[5.0]) == Settling(12, True)  # as many as were thought to fit
-    assert settled(clock, 3.5, forward=[5.0]) == Settling(3, None)  # fewer than can say
-    assert settled(clock, 0, forward=[5.0]) == Settling(0, None)
+    assert found == (27, False)  # 12, 12, and the 3 that still fit
+    assert settled(clock, 9_000, forward=[5.0]) == (12, True)  # as many as were thought to fit
+    assert settled(clock, 3.5, forward=[5.0]) == (3, None)  # fewer than can say
+    assert settled(clock, 0, forward=[5.0]) == (0, None)
 
 
 def test_a_warm_up_that_knows_nothing_of_its_length_tries_one_iteration_first(clock):
-    assert settled(clock, 100, each_ms=None, forward=[80_000.0]) == Settling(1, None)  # not twelve of them
-    assert settled(clock, 1e6, each_ms=None, forward=[5.0]) == Settling(13, True)
-    assert settled(clock, 0, each_ms=None, forward=[5.0]) == Settling(0, None)
+    assert settled(clock, 100, each_ms=None, forward=[80_000.0]) == (1, None)  # not twelve of them
+    assert settled(clock, 1e6, each_ms=None, forward=[5.0]) == (13, True)
+    assert settled(clock, 0, each_ms=None, forward=[5.0]) == (0, None)
 
 
 def test_a_warm_up_settles_on_the_slowest_rank_and_by_rank_zeros_clock(clock):
     others = iter([[50.0] * 7 + [5.0] * 5, [5.0] * 12])
     found = settled(clock, 1e6, lambda mine: [{"forward": next(others)}], forward=[4.0])
-    assert found == Settling(24, True)
-    assert settled(clock, 0, agree=lambda more: 12, forward=[4.0]) == Settling(12, True)
-
-
-def settle_or_cap(least: int, precision: float, cap_s: float):
-    """As the worker decides, in a world of one."""
-    return lambda so_far, seconds: verdict(slowest([so_far]), least, precision, seconds, cap_s)
+    assert found == (24, True)
+    assert settled(clock, 0, agree=lambda more: 12, forward=[4.0]) == (12, True)
 
 
 def adapt(clock: Clock, least: int, cap_s: float, **durations: list[float]):
-    decide = settle_or_cap(least, 0.01, cap_s)
-    return adaptive(Work(clock, **durations), Watch(clock), least, decide)
+    return Timer(Work(clock, **durations), Watch(clock)).adaptive(least, 0.01, cap_s)
 
 
 @pytest.mark.slow
@@ -283,17 +265,18 @@ def test_adaptive_says_that_precision_was_met_also_when_the_last_batch_passed_th
     assert met
 
 
-def test_adaptive_leaves_the_decision_to_rank_zero(clock):
+def test_adaptive_leaves_the_time_to_rank_zero(clock):
     looked = []
 
-    def decide(so_far, seconds) -> bool | None:
-        looked.append((len(so_far["forward"]), seconds))
-        return True if len(looked) == 2 else None
+    def rank_zero(over: bool) -> bool:
+        looked.append((over, clock.ms))
+        return len(looked) == 2
 
-    samples, _ = adaptive(Work(clock, forward=[5.0]), Watch(clock), 10, decide)
-    assert len(samples["forward"]) == 20
+    wild = Work(clock, forward=[1.0, 9.0] * 10)
+    samples, met = Timer(wild, Watch(clock), agree=rank_zero).adaptive(10, 0.01, 15)
+    assert len(samples["forward"]) == 20 and not met
     # ten aligned runs and a settling: 10 * 1005 + 1000 ms
-    assert looked == [(10, pytest.approx(11.05)), (20, pytest.approx(22.1))]
+    assert looked == [(False, 11_050), (True, 22_100)]
 
 
 def test_an_iteration_takes_as_long_as_its_slowest_rank():
@@ -334,7 +317,7 @@ def collecting():
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize("method", [sample, simple])
+@pytest.mark.parametrize("method", [lambda work, watch, runs: Timer(work, watch).sample(runs), simple])
 def test_no_garbage_is_collected_while_timing(clock, collecting, before, method):
     states = []
 
@@ -355,7 +338,7 @@ def test_collection_comes_back_after_a_failure(clock, collecting):
             raise RuntimeError("boom")
 
     with pytest.raises(RuntimeError, match="boom"):
-        sample(Fails(clock, forward=[1]), Watch(clock), 1)
+        Timer(Fails(clock, forward=[1]), Watch(clock)).sample(1)
     assert gc.isenabled()
 
 
@@ -371,7 +354,7 @@ def test_a_real_stopwatch_measures_a_sleep():
                 self.run(which)
 
     watch = CpuStopwatch(None)
-    found = sample(Sleeps(), watch, 9)
+    found = Timer(Sleeps(), watch).sample(9)
     assert [len(ms) for ms in found.values()] == [9, 9]
     assert 2 <= min(found["forward"]) < 5
     assert 6 <= min(found["backward"]) < 12
@@ -397,8 +380,7 @@ def test_recorded_passes_have_their_own_phases_and_the_order_of_the_samples():
 
     watch, recorder = CpuStopwatch(None), Recorder(torch.device("cpu"))
     assert leads_ms(Sleeps(), watch, nullcontext) == {}  # a CPU computes itself
-    with recording(recorder):
-        found = record(Sleeps(), watch, 3, recorder, {})
+    found, _ = record(Sleeps(), watch, 3, recorder, lambda: recording(recorder))
     assert [each.which for each in found] == ["forward", "backward"] * 3
     assert recorder.spans == []
     for each in found:
@@ -525,7 +507,7 @@ def test_a_stopwatch_that_lets_the_host_get_ahead_leaves_its_lateness_out():
 
     def best(ahead: bool) -> float:
         return min(
-            sample(Late(), CudaStopwatch(device, together=False, lead_ms=LEAD_MS if ahead else 0), 30)["forward"]
+            Timer(Late(), CudaStopwatch(device, together=False, lead_ms=LEAD_MS if ahead else 0)).sample(30)["forward"]
         )
 
     best(True)
