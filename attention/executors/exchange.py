@@ -40,11 +40,13 @@ NOTHING: AbstractContextManager[object] = nullcontext()
 
 def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> tuple[Tensor, Tensor, Saved]:
     """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards. sinks: `[H]`."""
-    q = relayout(q, plan, to_compute=True)
     if plan.only_call is not None:
         with phase("comp_block", 0):
             out, lse = plan.kernel.forward(q, k, v, plan.only_call)
+        if sinks is None:
+            return out, lse, (q, k, v, out, lse)
     else:
+        q = relayout(q, plan, to_compute=True)
         out, lse = _forward(q, k, v, plan)
     saved: Saved = q, k, v, out, lse
     if sinks is not None:
@@ -59,25 +61,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None) -> Grads:
     """(dq, dk, dv) of this rank's shards, from the final out and lse; written to `into` if given; then the sinks'
     gradient, if any."""
-    dout = relayout(dout, plan, to_compute=True)
     q, k, v, out, lse = saved[:SAVED]
     if plan.only_call is not None:
         with phase("comp_block", 0):
-            dq, dk, dv = plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, into)
-    else:
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, plan, into)
+            grads = plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, into)
+        return grads if len(saved) == SAVED else (*grads, *sinks_gradients(dout, saved))
+    dout = relayout(dout, plan, to_compute=True)
+    dq, dk, dv = _backward(dout, q, k, v, out, lse, plan, into)
     return relayout(dq, plan, to_compute=False), dk, dv, *sinks_gradients(dout, saved)
 
 
 def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
     """Queries, their gradients or outputs, moved from the shards' layout to the layout for computing (`q_layout`), or
     with `to_compute=False` back."""
-    problem = plan.problem
-    if problem.layout == problem.q_layout or not plan.gathers:
+    if not plan.moves_queries:
         return x
 
     def planned() -> tuple[Move, Messages]:
-        moving = query_move(problem, plan.rank)
+        moving = query_move(plan.problem, plan.rank)
         moving = moving if to_compute else moving.reversed()
         return moving, messages(plan, moving.route, n=1)
 

@@ -99,6 +99,11 @@ class Plan:
         return self.steps[-1].owner == SEQUENCE
 
     @cached_property
+    def moves_queries(self) -> bool:
+        """Whether queries lie otherwise in the shards than while they are computed on."""
+        return self.gathers and self.problem.layout != self.problem.q_layout
+
+    @cached_property
     def only_call(self) -> Call | None:
         """The call of a plan that is one call of all its queries and all its local KV, of which no rank pulls."""
         if len(self.steps) != 1 or len(self.steps[0].calls) != 1 or self.steps[0].most:
