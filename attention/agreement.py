@@ -83,7 +83,8 @@ class Calls:
 
     def backward(self, number: int) -> None:
         """Begins the backward of that call. Raises as `settle`."""
-        self.settle()
+        if self.status["error"]:
+            self.settle()
         self.place = (number, "backward")
 
     @property

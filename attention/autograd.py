@@ -4,7 +4,6 @@ refused, since the communication in a backward is not differentiable."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from attention.gpu.uploads import hold_for_caller
 from attention.kernels.fit import fit
 from attention.transports import Transport
 
-NOTHING = nullcontext()
 OUT = 3  # the place of the result in what executors save: q, k, v, out, lse
 
 
@@ -77,28 +75,30 @@ class _Attention(torch.autograd.Function):
         # a saved result connects the gradients to autograd's graph; where no result is saved, an empty one does
         node = None if saved[OUT] is out else out.new_empty(0)
         ctx.save_for_backward(*saved, node)
-        ctx.plan, ctx.graphs, ctx.call, ctx.shape = plan, graphs, plan.transport.calls.number, out.shape
+        ctx.call = plan, graphs, plan.transport.calls.number, out.shape
         ctx.set_materialize_grads(False)  # an LSE that no loss uses has no gradient, rather than zeros
         return out, lse if plan.want_lse else None, node
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        plan: Plan = ctx.plan
+        plan, graphs, number, shape = ctx.call
         *saved, node = ctx.saved_tensors
         if dout is None:  # other ranks may have a gradient, and communicate with this rank
-            dout = saved[0].new_zeros(ctx.shape)
+            dout = saved[0].new_zeros(shape)
         if dout.is_cuda:
             hold_for_caller(plan.transport.captured)
         calls = plan.transport.calls
-        calls.backward(ctx.call)
+        calls.backward(number)
         try:
             if dlse is not None:
                 raise UnsupportedCall(
                     "lse: the loss depends on it, and it has no gradient; give lse.detach() to treat it as a constant"
                 )
-            with torch.no_grad() if torch.is_grad_enabled() else NOTHING:  # enabled to create a graph
-                (fitting,) = fit((dout.contiguous(),), plan.kernel.align)
-                grads = _run(_backward, plan, ctx.graphs, (fitting, *saved))
+            (fitting,) = fit((dout.contiguous(),), plan.kernel.align)
+            if not torch.is_grad_enabled():
+                return None, None, *_run(_backward, plan, graphs, (fitting, *saved))
+            with torch.no_grad():  # enabled to create a graph
+                grads = _run(_backward, plan, graphs, (fitting, *saved))
         except Exception as error:
             calls.fail(error)
             raise

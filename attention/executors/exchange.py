@@ -42,7 +42,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
     """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards. sinks: `[H]`."""
     if plan.only_call is not None:
         with phase("comp_block", 0):
-            out, lse = plan.kernel.forward(q, k, v, plan.only_call)
+            whole = (None, True) if plan.takes_whole(q, k) else ()
+            out, lse = plan.kernel.forward(q, k, v, plan.only_call, *whole)
         if sinks is None:
             return out, lse, (q, k, v, out, lse)
     else:
@@ -64,7 +65,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None)
     q, k, v, out, lse = saved[:SAVED]
     if plan.only_call is not None:
         with phase("comp_block", 0):
-            grads = plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, into)
+            whole = (None, True) if into is None and plan.takes_whole(q, k) else (into,)
+            grads = plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, *whole)
         return grads if len(saved) == SAVED else (*grads, *sinks_gradients(dout, saved))
     dout = relayout(dout, plan, to_compute=True)
     dq, dk, dv = _backward(dout, q, k, v, out, lse, plan, into)

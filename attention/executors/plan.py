@@ -112,6 +112,14 @@ class Plan:
         tokens = sizes_of(problem.layout, problem.cu_seqlens, problem.world)[self.rank]
         return local.call if local.q == local.k == ((0, tokens),) else None
 
+    def takes_whole(self, q: Tensor, k: Tensor) -> bool:
+        """Whether the kernel takes the only call as it is: the first answer holds for all batches but an empty one."""
+        whole: bool | None = self.derived.get("whole")
+        if whole is None:
+            assert self.only_call is not None
+            whole = self.derived["whole"] = self.kernel.takes_whole(q, k, self.only_call)
+        return whole and q.shape[0] > 0
+
 
 def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: torch.device) -> tuple[PlannedStep, ...]:
     """The steps of one rank, from its own steps and those of the ranks that read its keys. like: a call with the settings

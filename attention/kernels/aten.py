@@ -80,7 +80,13 @@ class SdpaFlash(Flash2):
         if q.is_cuda:
             return super().attend(tensors, call)
         out, lse = private.aten("_scaled_dot_product_flash_attention_for_cpu")(
-            *_bhsd(q, k, v), 0.0, call.mask.causal, attn_mask=_explicit(call.mask, q, k), scale=call.scale
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            0.0,
+            call.mask.causal,
+            attn_mask=_explicit(call.mask, q, k),
+            scale=call.scale,
         )
         return out.transpose(1, 2), lse
 
@@ -90,14 +96,10 @@ class SdpaFlash(Flash2):
             return super().gradients(tensors, call)
         keys, values, groups = _repeated(q, k, v)
         dq, dk, dv = private.aten("_scaled_dot_product_flash_attention_for_cpu_backward")(
-            *_bhsd(dout, q, keys, values, out),
-            lse,
-            0.0,
-            call.mask.causal,
-            attn_mask=_explicit(call.mask, q, k),
-            scale=call.scale,
-        )
-        return _summed(groups, *_bhsd(dq, dk, dv))
+            dout.transpose(1, 2), q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), out.transpose(1, 2),
+            lse, 0.0, call.mask.causal, attn_mask=_explicit(call.mask, q, k), scale=call.scale,
+        )  # fmt: skip
+        return _summed(groups, dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2))
 
 
 class SdpaCudnn(Kernel):

@@ -222,8 +222,18 @@ class Kernel:
         """The share of these keys, from the final out and lse."""
         raise NotImplementedError
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
-        """(out, lse); a query without keys has out 0 and lse -inf."""
+    def takes_whole(self, q: Tensor, k: Tensor, call: Call) -> bool:
+        """Whether `attend` and `gradients` take a call as it is, of tensors that fit."""
+        if q.dim() == 3 and (self.one_batch or call.pattern is not None):
+            return False
+        return call.lengths is None and not call.some_without_keys and self.parts(q, k, call) is None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None, whole: bool = False
+    ) -> Pair:
+        """(out, lse); a query without keys has out 0 and lse -inf. whole: the tensors fit, and the kernel `takes_whole` the call."""
+        if whole and not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+            return self.attend((q, k, v), call)
         if call.lengths is not None and "kv_lengths" not in self.features:
             return by_element(partial(self._run, self.attend), (q, k, v), call, into)
         out, lse = self._run(self.attend, (q, k, v), call, into)
@@ -233,9 +243,20 @@ class Kernel:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        call: Call,
+        into: Into = None,
+        whole: bool = False,
     ) -> Triple:
-        """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has."""
+        """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has. whole: as in `forward`."""
+        if whole and not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
+            return self.gradients((dout, q, k, v, out, lse), call)
         return self._run(self.gradients, (dout, q, k, v, out, lse), call, into)
 
     def _run(self, compute: Callable[..., T], tensors: Tensors, call: Call, into: T | None = None) -> T:
@@ -265,6 +286,9 @@ class Wrapped(Kernel):
 
     def refuses(self, shape: Shape, mask: Band) -> str | None:
         return self.kernel.refuses(shape, mask)
+
+    def takes_whole(self, q: Tensor, k: Tensor, call: Call) -> bool:
+        return False
 
 
 def dtype_rule(dtype: torch.dtype, dtypes: Sequence[torch.dtype]) -> str | None:
