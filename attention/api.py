@@ -39,13 +39,12 @@ from attention.geometry.layouts import CuSeqlens, Layout, Shard, beyond
 from attention.gpu import private
 from attention.gpu.cuda_graphs import GraphReplay
 from attention.gpu.uploads import hold_for_caller
-from attention.kernels.fit import fit
 from attention.masks.mask import Mask
 from attention.plan import Plans, Prepared, plan_of
-from attention.reduction.lse_merge import merge
+from attention.reduction.parts import merge
 from attention.replay import check_replay
 from attention.shard_check import check_shards
-from attention.tensors import TOKENS, token_indices
+from attention.tensors import TOKENS, fit, token_indices
 from attention.transports import Transport
 from attention.variants.registry import AUTO, SUMMARY, everything, variant
 

@@ -16,7 +16,7 @@ from attention.geometry.layouts import Shard
 from attention.gpu import private
 from attention.gpu.cuda_graphs import GraphReplay
 from attention.gpu.uploads import hold_for_caller
-from attention.kernels.fit import fit
+from attention.tensors import fit
 from attention.transports import Transport
 
 OUT = 3  # the place of the result in what executors save: q, k, v, out, lse

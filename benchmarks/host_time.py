@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -57,17 +57,17 @@ def raw(kernel: str, call: Call) -> Attention:
 def raw_calls(kernel: Any, run: Step) -> list[tuple[list[Tensor], Call]]:
     """Tensors like those of each forward that the kernel computes in `run`, and its call."""
     calls: list[tuple[list[Tensor], Call]] = []
-    plain = type(kernel).forward
+    plain = type(kernel).attend
 
-    def forward(self: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *more: Any, **named: Any) -> Any:
-        calls.append(([torch.randn_like(x.detach(), memory_format=torch.contiguous_format) for x in (q, k, v)], call))
-        return plain(self, q, k, v, call, *more, **named)
+    def attend(self: Any, tensors: Sequence[Tensor], call: Call, *more: Any) -> Any:
+        calls.append(([torch.randn_like(x.detach(), memory_format=torch.contiguous_format) for x in tensors], call))
+        return plain(self, tensors, call, *more)
 
-    type(kernel).forward = forward
+    type(kernel).attend = attend
     try:
         run()
     finally:
-        type(kernel).forward = plain
+        type(kernel).attend = plain
     return calls
 
 

@@ -22,7 +22,7 @@ from attention.executors import exchange
 from attention.executors.plan import Plan, plan_steps
 from attention.kernels.interface import Grads, Triple
 from attention.profiling import phase
-from attention.reduction.lse_merge import merge
+from attention.reduction.parts import merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from attention.tensors import empty_lse, result_like, tokens
 

@@ -3,7 +3,7 @@ a step for each owner, whose keys it pulls straight from there, and only the one
 the needed keys of all ranks in sequence order, for one group of KV heads at a time, and maybe one on the local KV before it. A
 plan of one step on the local KV is a local call.
 
-How often each token's results are combined is known in advance (`reduction.stepwise`), so that only tokens with three or more
+How often each token's results are combined is known in advance (`reduction.parts`), so that only tokens with three or more
 parts need an fp32 buffer. In the backward each step's dk and dv go straight back to the owners, where all parts are summed in
 fp32. It may take the heads in groups: of several, the last one's step on the local KV comes last, so that the other steps'
 gradients travel while it computes."""
@@ -29,8 +29,8 @@ from attention.kernels.interface import Grads, Triple
 from attention.masks.band import Intervals
 from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
+from attention.reduction.parts import Accumulator, Sum, SumAtOnce
 from attention.reduction.sinks import SAVED, sinks_gradients, with_sinks
-from attention.reduction.stepwise import Accumulator, Sum, SumAtOnce
 from attention.tensors import cut, empty_lse, empty_tokens, result_like, take, tokens
 from attention.transports import Messages
 
@@ -42,8 +42,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
     """(out, lse) of this rank's queries, and what the backward needs. q, k, v: this rank's shards. sinks: `[H]`."""
     if plan.only_call is not None:
         with phase("comp_block", 0):
-            whole = (None, True) if plan.takes_whole(q, k) else ()
-            out, lse = plan.kernel.forward(q, k, v, plan.only_call, *whole)
+            if plan.takes_whole(q, k):
+                out, lse = plan.kernel.attend((q, k, v), plan.only_call)
+            else:
+                out, lse = plan.kernel.forward(q, k, v, plan.only_call)
         if sinks is None:
             return out, lse, (q, k, v, out, lse)
     else:
@@ -65,8 +67,10 @@ def backward(dout: Tensor, saved: Saved, plan: Plan, into: Triple | None = None)
     q, k, v, out, lse = saved[:SAVED]
     if plan.only_call is not None:
         with phase("comp_block", 0):
-            whole = (None, True) if into is None and plan.takes_whole(q, k) else (into,)
-            grads = plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, *whole)
+            if into is None and plan.takes_whole(q, k):
+                grads = plan.kernel.gradients((dout, q, k, v, out, lse), plan.only_call)
+            else:
+                grads = plan.kernel.backward(dout, q, k, v, out, lse, plan.only_call, into)
         return grads if len(saved) == SAVED else (*grads, *sinks_gradients(dout, saved))
     dout = relayout(dout, plan, to_compute=True)
     dq, dk, dv = _backward(dout, q, k, v, out, lse, plan, into)
@@ -95,7 +99,7 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
     """(out, lse) of the queries. q, out and lse are in the layout for computing."""
-    work = plan.once("forward", partial(Work, plan, q, k, backward=False))
+    work = plan.derived.get("forward") or plan.once("forward", partial(Work, plan, q, k, backward=False))
     like, into = result_like(q, v), None
     if work.allocates:
         into = empty_tokens(like, tokens(q)), empty_lse(q)

@@ -113,12 +113,13 @@ class Plan:
         return local.call if local.q == local.k == ((0, tokens),) else None
 
     def takes_whole(self, q: Tensor, k: Tensor) -> bool:
-        """Whether the kernel takes the only call as it is: the first answer holds for all batches but an empty one."""
+        """Whether the kernel takes the only call as it is, of tensors that fit: its `attend` and `gradients` can be called. The
+        first answer holds for all batches but an empty one."""
         whole: bool | None = self.derived.get("whole")
         if whole is None:
             assert self.only_call is not None
             whole = self.derived["whole"] = self.kernel.takes_whole(q, k, self.only_call)
-        return whole and q.shape[0] > 0
+        return whole and q.shape[0] > 0 and not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu")
 
 
 def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: torch.device) -> tuple[PlannedStep, ...]:

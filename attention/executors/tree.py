@@ -15,7 +15,7 @@ from attention.executors.plan import LocalCall, Plan
 from attention.geometry.mailbox import Mailbox, pieces, received_bytes
 from attention.kernels.interface import Pair
 from attention.profiling import phase
-from attention.reduction.lse_merge import empty_result, merge_n
+from attention.reduction.parts import empty_result, merge_n
 from attention.reduction.sinks import with_sinks
 from attention.tensors import empty_lse, result_like, take
 from attention.transports import mailboxes

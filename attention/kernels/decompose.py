@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals, tile
 from attention.reduction.grad_sum import OverlappingSum
-from attention.reduction.stepwise import Accumulator, Sum
+from attention.reduction.parts import Accumulator, Sum
 from attention.tensors import TOKENS, empty_lse, empty_tokens, result_like, take, tokens
 
 if TYPE_CHECKING:
@@ -87,11 +87,8 @@ def batch_of_one(compute: Compute, tensors: Tensors, how: Any, into: Any) -> Any
     return into or tuple(x[0] for x in results)
 
 
-def rectangles_of(call: Call, sq: int, sk: int) -> list[Part] | None:
-    """The parts of a call, each full, causal and square, or a band over a small rectangle. None: the call is one of the
-    first two as it is."""
-    if not call.packed and (call.mask.full or (call.mask.causal and sq == sk)):
-        return None
+def rectangles_of(call: Call, sq: int, sk: int) -> list[Part]:
+    """The parts of a call, each full, causal and square, or a band over a small rectangle."""
     parts, q, k = [], 0, 0
     for n_q, n_k in call.sequences(sq, sk):
         for rows, keys, mask in cut(call.mask, (q, q + n_q), (k, k + n_k)):

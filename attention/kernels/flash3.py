@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 from attention.gpu.private import FLASH3
-from attention.kernels.fit import dense_like
 from attention.kernels.flash4 import pack_lengths
 from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
 from attention.kernels.packages import imported, wrong_gpu
+from attention.tensors import dense_like
 
 INSTALL = (
     "build FlashAttention-3 from the folder hopper of github.com/Dao-AILab/flash-attention: python setup.py install"

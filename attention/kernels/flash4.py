@@ -10,7 +10,6 @@ from torch import Tensor
 
 from attention.gpu.uploads import held
 from attention.kernels import flash4_sparse
-from attention.kernels.fit import dense_like
 from attention.kernels.flash4_package import as_taken, package, softcap_mods, writable
 from attention.kernels.interface import (
     HALF,
@@ -28,7 +27,7 @@ from attention.kernels.interface import (
 from attention.kernels.packages import kv_heads_rule, wrong_gpu
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
-from attention.tensors import empty_lse, result_like
+from attention.tensors import dense_like, empty_lse, result_like
 
 RIGHT_BACKWARDS = (64, 128, 256)  # head dims whose backward was checked on sm90; at 80 dq is wrong (4.0.0b36)
 RIGHT_PAIRS = ((128, 64), (192, 128))  # different head dims of keys and of values that were checked on sm90

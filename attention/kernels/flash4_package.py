@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from attention.gpu.private import FLASH4, FLASH4_VERSION
-from attention.kernels.fit import dense_like
 from attention.kernels.packages import imported
+from attention.tensors import dense_like
 
 
 @cache

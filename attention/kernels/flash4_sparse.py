@@ -20,7 +20,7 @@ from attention.kernels.interface import Pair, Shape
 from attention.kernels.tile_lists import TILE, TileLists, Tiles, listed, most_at_once, row_intervals, tiles_of
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import K0, K1
-from attention.reduction.lse_merge import merge_n
+from attention.reduction.parts import merge_n
 
 MOST_INTERVALS = 4  # each costs two loads a score
 RIGHT = (64, 128)  # head dims whose results were checked on sm90

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attention.gpu.uploads import uploaded
 from attention.kernels.decompose import Part, Tensors, batch_of_one, by_element, by_parts, rectangles_of
-from attention.kernels.fit import dense_like, fit
 from attention.masks.band import FULL, Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
+from attention.tensors import dense_like, fit
 
 Pair = tuple[Tensor, Tensor]  # out, lse
 Triple = tuple[Tensor, Tensor, Tensor]  # dq, dk, dv
@@ -209,7 +209,8 @@ class Kernel:
         if not x.numel() or not y.numel() or (call.pattern and not len(call.pattern.rectangles)):
             return ()
         if self.squares(x, y, call):
-            return rectangles_of(call, sq, sk)
+            done = not call.packed and (call.mask.full or (call.mask.causal and sq == sk))
+            return None if done else rectangles_of(call, sq, sk)
         first = sq - sk - call.mask.right
         if first <= 0 or call.mask.right < 0 or call.packed or call.lengths is not None:
             return None
@@ -228,12 +229,8 @@ class Kernel:
             return False
         return call.lengths is None and not call.some_without_keys and self.parts(q, k, call) is None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None, whole: bool = False
-    ) -> Pair:
-        """(out, lse); a query without keys has out 0 and lse -inf. whole: the tensors fit, and the kernel `takes_whole` the call."""
-        if whole and not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-            return self.attend((q, k, v), call)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Pair | None = None) -> Pair:
+        """(out, lse); a query without keys has out 0 and lse -inf."""
         if call.lengths is not None and "kv_lengths" not in self.features:
             return by_element(partial(self._run, self.attend), (q, k, v), call, into)
         out, lse = self._run(self.attend, (q, k, v), call, into)
@@ -243,20 +240,9 @@ class Kernel:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        call: Call,
-        into: Into = None,
-        whole: bool = False,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Into = None
     ) -> Triple:
-        """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has. whole: as in `forward`."""
-        if whole and not torch.is_autocast_enabled("cuda" if q.is_cuda else "cpu"):
-            return self.gradients((dout, q, k, v, out, lse), call)
+        """(dq, dk, dv) of these keys, from the final out and lse; 0 for queries and keys that no pair has."""
         return self._run(self.gradients, (dout, q, k, v, out, lse), call, into)
 
     def _run(self, compute: Callable[..., T], tensors: Tensors, call: Call, into: T | None = None) -> T:

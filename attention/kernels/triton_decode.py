@@ -17,12 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.gpu.triton_launcher import MOST, TritonLauncher
-from attention.kernels.fit import dense_like
 from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, name_of
 from attention.kernels.triton_softmax import LOG2E, add_tile, empty, store
 from attention.masks.band import Band
 from attention.ops.merge import merge_n_triton
-from attention.tensors import empty_lse, result_like
+from attention.tensors import dense_like, empty_lse, result_like
 
 FAR = 1 << 30  # keys: a wider window cuts nothing
 MOST_DIM = 256  # D and Dv

@@ -6,6 +6,7 @@ layout. Pure Python, no torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 Interval = tuple[int, int]  # [start, stop)
@@ -13,7 +14,7 @@ Intervals = tuple[Interval, ...]
 UNBOUNDED = 1 << 40
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Band:
     left: int = -1
     right: int = -1
@@ -31,7 +32,7 @@ class Band:
             )
         return Band(left, 0 if causal else right)
 
-    @property
+    @cached_property
     def full(self) -> bool:
         return self.left < 0 and self.right < 0
 
@@ -40,12 +41,12 @@ class Band:
         """The number of bounds: 0, 1 or 2."""
         return (self.left >= 0) + (self.right >= 0)
 
-    @property
+    @cached_property
     def causal(self) -> bool:
         """Plain causal: no left bound."""
         return self.left < 0 and self.right == 0
 
-    @property
+    @cached_property
     def windowed(self) -> bool:
         return self.left >= 0 or self.right > 0
 

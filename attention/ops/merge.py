@@ -73,7 +73,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 def merge_triton(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
-    """As `attention.reduction.lse_merge.merge`, on CUDA, or on a CPU under Triton's interpreter. Raises ValueError for
+    """As `attention.reduction.parts.merge`, on CUDA, or on a CPU under Triton's interpreter. Raises ValueError for
     strides."""
     check_head_dim(out, a, b)
     if out.numel():
@@ -155,7 +155,7 @@ def _merge_n(  # type: ignore[no-untyped-def]
 
 
 def merge_n_triton(parts: Tensor, lses: Tensor, out: Tensor, lse: Tensor) -> None:
-    """Writes `attention.reduction.lse_merge.merge_n` to `(out, lse)`, on CUDA, or on a CPU under Triton's interpreter.
+    """Writes `attention.reduction.parts.merge_n` to `(out, lse)`, on CUDA, or on a CPU under Triton's interpreter.
     Sums in fp32. Raises ValueError for strides."""
     check_head_dim(parts, out)
     if out.numel():

@@ -25,12 +25,11 @@ from attention.geometry.layouts import sizes_of
 from attention.geometry.options import Options
 from attention.geometry.schedules import Problem
 from attention.gpu.streams import Inline
-from attention.kernels.fit import dense_like
 from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
 from attention.kernels.scratch import backward_scratch
 from attention.masks.band import FULL, Band, Intervals
 from attention.profiling import NO_STEP
-from attention.tensors import empty_lse, result_like
+from attention.tensors import dense_like, empty_lse, result_like
 from attention.transports.collective import Collective
 from attention.transports.interface import Handle, Message, Messages, Publication, Transport
 from attention.transports.symmetric import DEPTHS, arrange

@@ -18,9 +18,9 @@ from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.geometry.schedules import masks
 from attention.kernels import KERNELS, Kernel, Shape, name_of
-from attention.kernels.fit import fit
 from attention.masks.band import Band
 from attention.masks.sequences import mask_of
+from attention.tensors import fit
 from attention.transports import Transport
 from runner.peers.packages import PEERS, Package
 

@@ -23,7 +23,7 @@ from attention.kernels.interface import Call
 from attention.masks.band import CAUSAL, Band
 from attention.masks.mask import Mask, built
 from attention.masks.rectangles import LO, UNBOUNDED
-from attention.reduction import grad_sum, lse_merge, stepwise
+from attention.reduction import grad_sum, parts
 from attention.reduction.sinks import with_sinks
 from attention.variants.base import Variant
 from runner import job
@@ -289,7 +289,7 @@ def _merge(share: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[[], 
         out.copy_(a * weigh[0] + b * weigh[1])
         lse.copy_(total)
 
-    return lambda: changed(lse_merge, "merge_eager", lambda original: merged)
+    return lambda: changed(parts, "merge_eager", lambda original: merged)
 
 
 def _not_rescaled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -425,8 +425,8 @@ def _sums_in_bf16() -> Iterator[None]:
 
     with (
         changed(grad_sum, "accumulation_dtype", make),
-        changed(lse_merge, "accumulation_dtype", make),
-        changed(stepwise, "accumulation_dtype", make),
+        changed(parts, "accumulation_dtype", make),
+        changed(parts, "accumulation_dtype", make),
     ):
         yield
 

@@ -20,7 +20,7 @@ import attention
 from attention import masks
 from attention.executors.plan import Plan
 from attention.masks import Mask
-from attention.reduction import grad_sum, lse_merge
+from attention.reduction import grad_sum, parts
 from attention.transports import symmetric
 from attention.variants.registry import variant
 from runner.launch.rank import Rank
@@ -74,13 +74,13 @@ def held(
     packs: list[int] | None = None,
 ) -> Any:
     """For each case, by rank, the peak bytes beside the inputs of a forward and of a training step."""
-    eager = lse_merge.merge_eager, grad_sum.sum_eager
-    lse_merge.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
+    eager = parts.merge_eager, grad_sum.sum_eager
+    parts.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
     try:
         return [me.gather([_held(name, options, tokens, heads, head_dim, packs, both) for both in (False, True)])
                 for name, options in cases]  # fmt: skip
     finally:
-        lse_merge.merge_eager, grad_sum.sum_eager = eager
+        parts.merge_eager, grad_sum.sum_eager = eager
 
 
 def _idle(plan: Plan) -> Plan:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attention.kernels import Call, Kernel
 from attention.masks.band import Band, tile
-from attention.reduction.stepwise import Accumulator
+from attention.reduction.parts import Accumulator
 from attention.tensors import result_like
 from tests.support.patterns import kept as pairs_of
 

@@ -8,7 +8,7 @@ import torch
 
 from attention.kernels import KERNELS, Call, Kernel, Shape, UnsupportedCall, name_of, refusal, select
 from attention.masks.band import CAUSAL, FULL, Band
-from attention.reduction.lse_merge import merge, merge_eager
+from attention.reduction.parts import merge, merge_eager
 from tests.support.naive import assert_matches, assert_split_matches, inputs, merge_case
 from tests.support.strides import STRIDES, WRITABLE
 

@@ -13,7 +13,7 @@ from attention.kernels.patterns import ForPatterns
 from attention.masks.overlap import both
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import UNBOUNDED, rectangles
-from attention.reduction.stepwise import Accumulator
+from attention.reduction.parts import Accumulator
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, inputs, reference, relative
 from tests.support.patterns import PATTERNS, random_pattern, window_and_global
 

@@ -12,7 +12,7 @@ from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from attention.kernels import Call, Shape, UnsupportedCall, name_of
 from attention.masks.band import CAUSAL, FULL, Band
-from attention.reduction.lse_merge import empty_result
+from attention.reduction.parts import empty_result
 from attention.variants.registry import VARIANTS
 from tests.support.naive import TOLERANCES, assert_lse, assert_matches, attention, inputs, kept, normal, relative
 
@@ -30,7 +30,7 @@ from attention.kernels.triton_decode import DecodeKernel, split_count  # noqa: E
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward, tiling  # noqa: E402
 from attention.ops.merge import merge_n_triton  # noqa: E402
-from attention.reduction.lse_merge import merge_n, merge_n_eager  # noqa: E402
+from attention.reduction.parts import merge_n, merge_n_eager  # noqa: E402
 
 decode = DecodeKernel().attend
 torch.set_num_threads(1)

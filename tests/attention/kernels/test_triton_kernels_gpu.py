@@ -19,7 +19,7 @@ from attention.kernels.triton_decode import DecodeKernel  # noqa: E402
 from attention.kernels.triton_flash import TritonFlash  # noqa: E402
 from attention.kernels.triton_grouped import Tiling, grouped_forward  # noqa: E402
 from attention.reduction.grad_sum import sum_all, sum_eager  # noqa: E402
-from attention.reduction.lse_merge import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
+from attention.reduction.parts import empty_result, merge, merge_eager, merge_n, merge_n_eager  # noqa: E402
 
 decode = DecodeKernel().attend
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=name_of)

@@ -7,7 +7,7 @@ import torch
 
 from attention.geometry.intervals import length
 from attention.reduction.grad_sum import MOST_PROGRAMS, _one_launch, sum_all, sum_eager, sum_numbered
-from attention.reduction.stepwise import Sum
+from attention.reduction.parts import Sum
 from tests.support.naive import normal
 
 torch.set_num_threads(1)

@@ -6,8 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from attention.reduction.lse_merge import empty_result, merge, merge_eager
-from attention.reduction.stepwise import Accumulator
+from attention.reduction.parts import Accumulator, empty_result, merge, merge_eager
 from tests.support.naive import attention, merge_case, normal
 
 torch.set_num_threads(1)

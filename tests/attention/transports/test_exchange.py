@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from attention.geometry.mailbox import Mailbox
-from attention.reduction.lse_merge import merge_n_eager
+from attention.reduction.parts import merge_n_eager
 from tests.support.naive import assert_lse, normal, relative
 
 pytest.importorskip("triton")

@@ -5,8 +5,8 @@ import torch
 
 from attention import kernels
 from attention.kernels import KERNELS, Call, Shape
-from attention.kernels.fit import fit, fits
 from attention.masks.band import CAUSAL, FULL, Band
+from attention.tensors import fit, fits
 from attention.variants.registry import VARIANTS
 from tests.jobs import numerics
 from tests.support.naive import assert_matches, inputs, reference, relative
