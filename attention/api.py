@@ -310,14 +310,8 @@ class ContextParallel:
         when the kernel can't, and TypeError for an unknown argument."""
         self.calls.begin(self.settings.agreement_s)
         try:
-            if private.transformed.function():
-                raise UnsupportedCall(
-                    "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
-                    "torch.autograd.grad, and give a batch as the first dim"
-                )
-            if dropout or unknown:
-                check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
-                raise ValueError(f"dropout={dropout}: not supported; use dropout=0")
+            if private.transformed.function() or dropout or unknown:
+                raise _refused(dropout, unknown)
             usual = (
                 window is NO_WINDOW and type(padding) is int and not padding and scale is softcap is mask is sinks is cu_seqlens
                 is kv_tokens is kv_lengths is prefix is prefix_tokens is None
@@ -350,9 +344,7 @@ class ContextParallel:
             if q.is_cuda:
                 hold_for_caller(plan.transport.captured)
             at = None
-            if (
-                prepared.padding
-            ):  # NaN there would reach other tokens, because a kernel multiplies what a mask excludes by 0
+            if prepared.padding:  # NaN there would reach other tokens: a kernel multiplies what a mask excludes by 0
                 at = token_indices(prepared.padding, q.device)
                 q, k, v = (x.index_fill(TOKENS, at, 0) for x in (q, k, v))
             if self.settings.check and self.world > 1 and not self.layout.replicated:
@@ -362,11 +354,8 @@ class ContextParallel:
             q, k, v = fit((q, k, v), plan.kernel.align)
             inputs = (q, k, v) if sinks is None else (q, k, v, sinks.contiguous())
             result = attend(inputs, plan, self.graphs if plan.graphs else None, prepared.gradient)
-            if at is not None:  # a band does not exclude the padding's queries
-                result = (
-                    result[0].index_fill(TOKENS, at, 0),
-                    None if result[1] is None else result[1].index_fill(-1, at, -torch.inf),
-                )
+            if at is not None:
+                result = _without(at, *result)
             return result if return_lse else result[0]
         except Exception as error:
             self.calls.fail(error)
@@ -428,6 +417,22 @@ class ContextParallel:
             made.follow(self.calls)
             self.transports[device] = made
         return self.transports[device]
+
+
+def _refused(dropout: float, unknown: dict[str, Any]) -> ValueError:
+    """Why no call is made with such arguments, or here. Raises TypeError for an unknown one."""
+    if private.transformed.function():
+        return UnsupportedCall(
+            "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
+            "torch.autograd.grad, and give a batch as the first dim"
+        )
+    check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
+    return ValueError(f"dropout={dropout}: not supported; use dropout=0")
+
+
+def _without(at: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(out, lse), cleared at these tokens of padding: a band does not exclude their queries."""
+    return out.index_fill(TOKENS, at, 0), None if lse is None else lse.index_fill(-1, at, -torch.inf)
 
 
 def _unpickled(settings: Settings, rank: int, world: int, choice: auto.Choice | None) -> ContextParallel:

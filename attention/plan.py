@@ -113,7 +113,7 @@ def _build(fn: ContextParallel, spec: CallSpec) -> Plan:
     place, head = divmod(fn.rank, problem.ulysses)
     parts = problem.schedule.parts(problem, shape.heads, shape.kv_heads)
     problems = [(_part_spec(spec, c), c.problem, place % c.problem.world) for c in parts] or [(spec, problem, place)]
-    bound = [_bound(fn, *each) for each in problems]
+    bound = [_bound(fn, *of_part) for of_part in problems]
     kernel, steps = bound[0]
     if fn.calls.store is not None:  # before the transport, which is collective
         fn.calls.check(_asked(fn, spec, kernel))

@@ -78,22 +78,22 @@ def problem_pairs(problem: Problem) -> int:
 
 def parts(problem: Problem, shapes: Shapes) -> list[tuple[Subproblem, Shapes]]:
     """The problems that a call consists of, each with its own shapes: usually this one."""
-    found = problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
-    if not found:
+    subproblems = problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
+    if not subproblems:
         return [(Subproblem(shapes.heads, shapes.kv_heads, problem, 1, 1), shapes)]
-    return [(c, replace(shapes, batch=shapes.batch * c.fold, heads=c.heads, kv_heads=c.kv_heads)) for c in found]
+    return [(c, replace(shapes, batch=shapes.batch * c.fold, heads=c.heads, kv_heads=c.kv_heads)) for c in subproblems]
 
 
 def head_pairs(problem: Problem, heads: int, kv_heads: int) -> int:
     """(query, key) pairs of all heads together that the whole problem needs; of several parts as often as parts have them."""
-    found = parts(problem, Shapes(1, heads, kv_heads, 1, 1))
-    return sum(c.copies * c.fold * c.heads * problem_pairs(c.problem) for c, _ in found)
+    subproblems = parts(problem, Shapes(1, heads, kv_heads, 1, 1))
+    return sum(c.copies * c.fold * c.heads * problem_pairs(c.problem) for c, _ in subproblems)
 
 
 def place_flops(problem: Problem, shapes: Shapes, place: int) -> int:
     """Forward FLOPs of a rank at this place in the schedule, which all ranks of a Ulysses group share."""
-    found = (forward_flops(of, rank_pairs(c.problem, place % c.problem.world)) for c, of in parts(problem, shapes))
-    return sum(found) // problem.ulysses
+    flops = (forward_flops(of, rank_pairs(c.problem, place % c.problem.world)) for c, of in parts(problem, shapes))
+    return sum(flops) // problem.ulysses
 
 
 def rank_flops(problem: Problem, shapes: Shapes) -> list[int]:

@@ -26,7 +26,7 @@ def block(problem: Problem, owner: int, end: int | None = None) -> Block | None:
     return Block((0, n), k, problem.band) if ends else Block((a - most + n, b - most + n), k, band)
 
 
-class Decode(Schedule):
+class DecodeSchedule(Schedule):
     """The steps of a decode, whose queries are on every rank: one against the local keys, or in a `ring` one for each owner."""
 
     def __init__(self, ring: bool):
@@ -55,5 +55,5 @@ class Decode(Schedule):
         return (0, *[most] * (self._owners(problem) - 1))
 
 
-TREE = Decode(ring=False)
-RING = Decode(ring=True)
+TREE = DecodeSchedule(ring=False)
+RING = DecodeSchedule(ring=True)

@@ -108,8 +108,8 @@ class Necklace:
         at, start = self.cut(np.arange(world) * n)
         order = np.lexsort((start, at // n))
         lengths = np.diff(at, append=self.tokens)
-        found = by_number(at[order] // n, world, lengths[order], start[order])
-        return tuple(tuple(range(*interval) for interval in intervals) for (intervals,) in found)
+        shards = by_number(at[order] // n, world, lengths[order], start[order])
+        return tuple(tuple(range(*interval) for interval in intervals) for (intervals,) in shards)
 
 
 def even_shards(x: Rectangles, tokens: int, world: int) -> tuple[Shard, ...]:

@@ -96,7 +96,7 @@ class Layout:
         return _shards(self, cu_seqlens, world)
 
 
-@memo(lambda found, *_: sum(map(len, found)))
+@memo(lambda shards, *_: sum(map(len, shards)))
 def _shards(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, ...]:
     layout.check(cu_seqlens, world)
     groups = world // layout.inner
@@ -113,13 +113,13 @@ def _shards(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> tuple[Shard, .
 
 def _cut(shard: Shard, n: int) -> list[Shard]:
     """A shard as n consecutive pieces of equal size."""
-    each = size(shard) // n
+    share = size(shard) // n
     pieces = []
     for i in range(n):
         piece = []
         at = 0
         for r in shard:
-            a, b = max(i * each - at, 0), min((i + 1) * each - at, len(r))
+            a, b = max(i * share - at, 0), min((i + 1) * share - at, len(r))
             if a < b:
                 piece.append(r[a:b])
             at += len(r)
@@ -133,13 +133,13 @@ def _lengths(cu_seqlens: Sequence[int]) -> list[int]:
 
 def beyond(shard: Shard, tokens: int) -> Intervals:
     """Where a shard's tokens lie in it that come after the first `tokens` of the sequence."""
-    found, at = [], 0
+    positions, at = [], 0
     for r in shard:
         before = len(range(r.start, min(r.stop, tokens), r.step))
         if before < len(r):
-            found.append((at + before, at + len(r)))
+            positions.append((at + before, at + len(r)))
         at += len(r)
-    return tuple(found)
+    return tuple(positions)
 
 
 def size(shard: Shard) -> int:
@@ -184,8 +184,8 @@ def _ceiled(length: int, world: int) -> tuple[Shard, ...]:
 
 def ceiled(length: int, world: int, rank: int) -> range:
     """The one piece of a rank."""
-    each = -(-length // world)
-    return range(min(rank * each, length), min((rank + 1) * each, length))
+    share = -(-length // world)
+    return range(min(rank * share, length), min((rank + 1) * share, length))
 
 
 # Layouts that several variants share; the others stand in their variant's file.

@@ -68,8 +68,8 @@ def shared(mine: Places, theirs: Places, world: int) -> list[tuple[Intervals, In
     """The tokens that one shard shares with each of `world` shards or buffers: intervals of the first, and of the other one."""
     theirs = theirs.where(np.lexsort((theirs.start, theirs.of)))
     row, parts = mine.within(theirs.start, theirs.stop)
-    found = by_number(theirs.of[row], world, parts.lengths, parts.at, parts.start - (theirs.start - theirs.at)[row])
-    return [(ours, others) for ours, others in found]
+    shared = by_number(theirs.of[row], world, parts.lengths, parts.at, parts.start - (theirs.start - theirs.at)[row])
+    return [(ours, others) for ours, others in shared]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ Tensors = Sequence[Tensor]  # q, k, v of a forward; dout, q, k, v, out, lse of a
 Compute = Callable[..., Any]
 
 
-class Part(NamedTuple):
+class CallPart(NamedTuple):
     q: Intervals
     k: Intervals
     call: Call
@@ -42,7 +42,7 @@ class Part(NamedTuple):
         ]
 
 
-def by_parts(compute: Compute, tensors: Tensors, parts: Sequence[Part], into: Any) -> Any:
+def by_parts(compute: Compute, tensors: Tensors, parts: Sequence[CallPart], into: Any) -> Any:
     """The results of a forward or a backward, `compute`, from those of its parts. Queries without a part have out 0 and lse
     -inf, and gradients without one are 0."""
     if tensors[0].dim() == 3:
@@ -76,7 +76,7 @@ def by_element(forward: Compute, tensors: Tensors, call: Call, into: Any) -> Any
         piece = tile(call.mask, (end - n, end), (first, min(first + tokens(k), end)))
         if piece:
             (a, b), (c, d), band = piece
-            parts = [Part(((a - end + n, b - end + n),), ((c - first, d - first),), call.under(band))]
+            parts = [CallPart(((a - end + n, b - end + n),), ((c - first, d - first),), call.under(band))]
         by_parts(forward, [x[start:stop] for x in tensors], parts, (out[start:stop], lse[start:stop]))
     return out, lse
 
@@ -87,12 +87,12 @@ def batch_of_one(compute: Compute, tensors: Tensors, how: Any, into: Any) -> Any
     return into or tuple(x[0] for x in results)
 
 
-def rectangles_of(call: Call, sq: int, sk: int) -> list[Part]:
+def rectangles_of(call: Call, sq: int, sk: int) -> list[CallPart]:
     """The parts of a call, each full, causal and square, or a band over a small rectangle."""
     parts, q, k = [], 0, 0
     for n_q, n_k in call.sequences(sq, sk):
         for rows, keys, mask in cut(call.mask, (q, q + n_q), (k, k + n_k)):
-            parts.append(Part((rows,), (keys,), call.under(mask)))
+            parts.append(CallPart((rows,), (keys,), call.under(mask)))
         q, k = q + n_q, k + n_k
     return parts
 

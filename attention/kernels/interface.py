@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attention.gpu.uploads import uploaded
-from attention.kernels.decompose import Part, Tensors, batch_of_one, by_element, by_parts, rectangles_of
+from attention.kernels.decompose import CallPart, Tensors, batch_of_one, by_element, by_parts, rectangles_of
 from attention.masks.band import FULL, Band
 from attention.masks.pattern import Pattern
 from attention.masks.rectangles import rectangle, rectangles
@@ -202,7 +202,7 @@ class Kernel:
         """Whether the kernel is given such a call as full rectangles, causal squares and small windows."""
         return self.only_squares
 
-    def parts(self, x: Tensor, y: Tensor, call: Call) -> Sequence[Part] | None:
+    def parts(self, x: Tensor, y: Tensor, call: Call) -> Sequence[CallPart] | None:
         """The parts that are computed one by one, for x of the queries and y of the keys; None: the call as it is. Masks are
         aligned bottom-right, so leading queries that surely see no key can be cut off."""
         sq, sk = x.shape[-3], y.shape[-3]
@@ -214,7 +214,7 @@ class Kernel:
         first = sq - sk - call.mask.right
         if first <= 0 or call.mask.right < 0 or call.packed or call.lengths is not None:
             return None
-        return [Part(((first, sq),), ((0, sk),), call)]
+        return [CallPart(((first, sq),), ((0, sk),), call)]
 
     def attend(self, tensors: Tensors, call: Call) -> Pair:
         raise NotImplementedError

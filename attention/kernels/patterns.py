@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.geometry.intervals import joined, length
-from attention.kernels.decompose import Part, by_parts
+from attention.kernels.decompose import CallPart, by_parts
 from attention.kernels.interface import Call, Into, Kernel, Pair, Shape, Tensors, Triple, Wrapped, lacks
 from attention.masks.pattern import Entry, Pattern
 
@@ -83,7 +83,7 @@ def _packed(compute: Callable[..., Any], tensors: Tensors, call: Call) -> list[T
     ]
 
 
-def _parts(call: Call, x: Tensor) -> tuple[Part, ...]:
+def _parts(call: Call, x: Tensor) -> tuple[CallPart, ...]:
     """The packed calls of a pattern, kept with it. x: of the queries."""
     pattern = call.pattern
     assert pattern is not None and pattern.n_q == x.shape[1]
@@ -91,7 +91,7 @@ def _parts(call: Call, x: Tensor) -> tuple[Part, ...]:
     return pattern.keep(key, lambda: tuple(_built(call, pattern, x.shape[0], x.device)))
 
 
-def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> Iterator[Part]:
+def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> Iterator[CallPart]:
     for packed in pattern.rounds:
         for entries in _limited(packed.entries):
             q, keys = zip(*entries, strict=True)
@@ -99,7 +99,7 @@ def _built(call: Call, pattern: Pattern, batch: int, device: torch.device) -> It
             k_lengths = [length(intervals) for intervals in keys]
             overlapping = any(a[1] > b[0] for a, b in pairwise(sorted(k)))
             made = call.of_packed(packed.band, [b - a for a, b in q] * batch, k_lengths * batch, device)
-            yield Part(joined(q), k if overlapping else joined(k), made, overlapping)
+            yield CallPart(joined(q), k if overlapping else joined(k), made, overlapping)
 
 
 def _limited(entries: tuple[Entry, ...]) -> Iterator[list[Entry]]:

@@ -80,13 +80,13 @@ def as_documents(mask: Mask, tokens: int) -> tuple[tuple[int, ...], Mask]:
     return (tokens,), mask
 
 
-def _borders(lengths: Sequence[int], tokens: int, given: str = "") -> tuple[Column, Column]:
-    """Where each document starts and stops. given: the argument in the message for another sum."""
+def _borders(lengths: Sequence[int], tokens: int, argument: str = "") -> tuple[Column, Column]:
+    """Where each document starts and stops. argument: the one in the message for another sum."""
     sizes = np.array(lengths, np.int64)
     stops = np.cumsum(sizes)
     if (total := int(sizes.sum())) != tokens:
         raise ValueError(
-            f"{given or f'lengths={short(lengths)}'}: sums to {total}, but the sequence has {tokens} tokens; "
+            f"{argument or f'lengths={short(lengths)}'}: sums to {total}, but the sequence has {tokens} tokens; "
             f"give lengths that sum to {tokens}"
         )
     return stops - sizes, stops

@@ -51,5 +51,5 @@ def sinks_gradients(dout: Tensor, saved: tuple[Tensor, ...]) -> list[Tensor]:
         return [sinks_gradient(dout, out, lse, sinks)]
     dtype = accumulation_dtype(out.dtype)
     share = (sinks.to(lse.dtype).unsqueeze(-1) - lse).exp().masked_fill(lse == -torch.inf, 0)
-    found = -(share * (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(-1, -2)).sum(-1)
-    return [(found.sum(0) if found.dim() == 2 else found).to(sinks.dtype)]
+    gradient = -(share * (dout.to(dtype) * out.to(dtype)).sum(-1).transpose(-1, -2)).sum(-1)
+    return [(gradient.sum(0) if gradient.dim() == 2 else gradient).to(sinks.dtype)]

@@ -21,7 +21,7 @@ Moment = torch.cuda.Event
 
 
 @dataclass(eq=False)
-class Transfer(Handle):
+class QueuedWork(Handle):
     """Work that was started on a queue, as a handle. It keeps the tensors of the work on a stream alive until the wait,
     because PyTorch's allocator knows only the caller's stream."""
 
@@ -64,11 +64,11 @@ class HostQueue:
         step: int,
         after: Work | None = None,
         since: Moment | None = None,
-    ) -> Transfer:
+    ) -> QueuedWork:
         """Starts `run`, which uses `tensors`, after all earlier work of the caller (with `since`: after its work before that
         moment). `after` is called at the end of the handle's `wait`."""
         self.join()
-        return Transfer(self, self.thread.submit(run), what, step, after)
+        return QueuedWork(self, self.thread.submit(run), what, step, after)
 
     def wait(self, started: Future[object]) -> None:
         self.calls.wait(started)
@@ -123,7 +123,7 @@ class CudaQueue:
         step: int,
         after: Work | None = None,
         since: Moment | None = None,
-    ) -> Transfer:
+    ) -> QueuedWork:
         if since is None:
             self.follow(self.stream, current(self.device))
         else:
@@ -131,7 +131,7 @@ class CudaQueue:
         with self.on:
             run()
         done = self.stream.record_event(self.spare.pop() if self.spare else None)
-        return Transfer(self, [done], what, step, after, list(tensors))
+        return QueuedWork(self, [done], what, step, after, list(tensors))
 
     def wait(self, started: list[torch.cuda.Event]) -> None:
         if started:

@@ -93,7 +93,7 @@ def within(mask: Mask, other: Mask, tokens: int) -> bool:
     return int(pairs(both(mask.rectangles(tokens), other.rectangles(tokens))).sum()) == mask.pairs(tokens)
 
 
-@memo(lambda found, *_: sum(map(len, found)))
+@memo(lambda shards, *_: sum(map(len, shards)))
 def assigned(mask: Mask, length: int, world: int) -> tuple[Shard, ...]:
     """By rank, its parts of the sequence in order; equally many tokens each."""
     if length == 0 or world == 1:
