@@ -18,7 +18,7 @@ from attention.kernels import Call, Kernel, Shape, select
 from attention.masks.band import FULL, Band
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
-from attention.reduction.lse_merge import empty_result, merge
+from attention.reduction.parts import empty_result, merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from attention.tensors import result_like
 from runner.check import dilated, pieces

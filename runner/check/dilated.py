@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention.kernels import Call, Kernel, Shape, select
 from attention.masks.band import Band
-from attention.reduction.lse_merge import merge
+from attention.reduction.parts import merge
 from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
 from runner.check.reference import BUSY, LEAST_ROWS, Columns, Reference, Rows, attend
 from runner.config.experiment import AttentionCall, Dilation
