@@ -71,8 +71,8 @@ def _main(arguments: list[str]) -> int:
         tokens = " or ".join(map(str, rates.TOKENS.values()))
         raise ValueError(f"no run of attention=dense with {tokens} tokens on a GPU; measure with +experiment=kernels")
     if options.write:
-        rates.path().write_text(rates.render(rates.renewed(rates.table(), rows)))
-        terminal.err.print(f"written: {rates.path()}")
+        rates.PATH.write_text(rates.render(rates.renewed(rates.table(), rows)))
+        terminal.err.print(f"written: {rates.PATH}")
     print(rates.render(rows), end="")
     return 0
 

@@ -22,6 +22,7 @@ from runner.config import folders
 from runner.output import commands, terminal
 from runner.output.results import write_text
 from runner.report import runs
+from runner.report.fair import tied
 from runner.report.runs import Run
 
 NAME = "canonical.json"
@@ -99,14 +100,13 @@ def times(run: Run) -> dict[str, Any]:
 
 
 def fastest(found: Sequence[Run], subject: str) -> list[dict[str, Any]]:
-    """For each length and pass the fastest, with those that are even with it: the 95% intervals of the medians overlap."""
+    """For each length and pass the fastest, with those that are even with it."""
     answers = []
     for length in dict.fromkeys(run.seq_len for run in found if run.ok):
         here = [run for run in found if run.ok and run.seq_len == length]
         for which in dict.fromkeys(which for run in here for which in run.passes):
-            timed = sorted((run for run in here if which in run.passes), key=lambda run: run.passes[which].median)
-            best, *others = timed
-            even = [getattr(run, subject) for run in others if _overlap(best, run, which)]
+            best, *others = tied([run for run in here if which in run.passes], which)
+            even = [getattr(run, subject) for run in others]
             answers.append(
                 {
                     "seq_len": length, "pass": which, "fastest": getattr(best, subject), "ms": best.passes[which].median,
@@ -114,19 +114,6 @@ def fastest(found: Sequence[Run], subject: str) -> list[dict[str, Any]]:
                 }
             )  # fmt: skip
     return answers
-
-
-def _overlap(one: Run, other: Run, which: str) -> bool:
-    """Whether two medians' intervals overlap; without intervals, whether p10 to p90 do."""
-    a, b = (_interval(run, which) for run in (one, other))
-    return a[0] <= b[1] and b[0] <= a[1]
-
-
-def _interval(run: Run, which: str) -> tuple[float, float]:
-    found = run.passes[which]
-    if found.ci95:
-        return found.ci95
-    return found.p10 or found.median, found.p90 or found.median
 
 
 def answered(question: Mapping[str, Any], folder: Path, why: str | None) -> dict[str, Any]:

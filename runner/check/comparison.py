@@ -12,26 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.call import positive, signed
 from attention.errors import UnsupportedCall
-from attention.kernels import Call, Kernel, Shape, select
-from attention.masks.band import FULL, Band
+from attention.kernels import name_of
 from attention.masks.mask import Mask
-from attention.masks.pattern import Pattern
-from attention.reduction.parts import empty_result, merge
-from attention.reduction.sinks import saved_with, sinks_gradients, with_sinks
-from attention.tensors import result_like
-from runner.check import dilated, pieces
-from runner.check.errors import Compared, Error, Tolerance, described, total
-from runner.check.pieces import HeadPiece
-from runner.check.reference import Reference
+from runner.check import local, pieces
+from runner.check.errors import Compared, Error, Tolerance, described, total, verdict
+from runner.check.pieces import HALF, HeadPiece, Local
+from runner.check.reference import Reference, smallest
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure.attention_work import GRADIENTS, NAMES, ROLES, SINKS, AttentionWork, score_factor
+from runner.measure.attention_work import ROLES, SINKS, AttentionWork, score_factor
 
-FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
-HALF = ("bf16", "fp16")  # fp32 is precise enough for their errors: fp64 up to a tenth of that work
-MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # above it a sample of the pieces is checked
+MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # reference work above which a sample of the pieces is checked
 KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
 
 
@@ -39,20 +31,16 @@ def compare(
     me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict[str, Tensor], with_scales: bool
 ) -> Compared:
     """The comparison (`gate.Compare`) of attention: out, dq, dk, dv, dsinks and the LSE."""
-    tflop = pieces.tflop(experiment)
-    affordable = FP64_TFLOP[experiment.device] / (10 if experiment.workload.dtype in HALF else 1)
-    dtype = torch.float64 if tflop <= affordable else torch.float32
     lse = _lse(me, work)
     whole = {name: work.whole(name, outputs.pop(name)) for name in [*outputs]}
     if isinstance(lse, Tensor):
         whole["lse"] = work.whole("lse", lse)
-    comparison = _Comparison(me, experiment, work, whole, dtype, with_scales)
+    comparison = _Comparison(me, experiment, work, whole, with_scales)
     share = comparison.add_pieces(KEPT_BYTES if experiment.launch.memory_limit_gb is None else 0)
     me.say("check_compare")
     scales = {name: comparison.scales_of_shard(name) for name in comparison.scales}
-    reference = "fp64" if dtype == torch.float64 else "fp32"
-    about = {"reference": reference, "kernel": work.plan.kernel.name, "checked_share": share}
-    return Compared(comparison.verdict(lse if isinstance(lse, str) else None) | about, scales, comparison.limits)
+    about = {"reference": name_of(comparison.dtype), "kernel": work.plan.kernel.name, "checked_share": share}
+    return Compared(comparison.result(lse if isinstance(lse, str) else None) | about, scales, comparison.limits)
 
 
 def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
@@ -92,24 +80,21 @@ class _Comparison:
     """Whole outputs against the references of this rank's pieces, which are computed in `dtype`."""
 
     def __init__(
-        self,
-        me: Rank,
-        experiment: Experiment,
-        work: AttentionWork,
-        whole: dict[str, Tensor],
-        dtype: torch.dtype,
-        with_scales: bool,
+        self, me: Rank, experiment: Experiment, work: AttentionWork, whole: dict[str, Tensor], with_scales: bool
     ):
-        self.me, self.experiment, self.work, self.whole, self.dtype = me, experiment, work, whole, dtype
+        self.me, self.experiment, self.work, self.whole = me, experiment, work, whole
+        self.dtype = pieces.precision(experiment, pieces.tflop(experiment))
         self.limits = tolerances(experiment)
         self.errors = {name: Error() for name in whole}
         self.local = {name: Error() for name in whole if name != "lse"}
         # of each head's sink: the reference, its square, and a local call's gradient
         self.sums = torch.zeros(3, experiment.workload.heads, dtype=torch.float64, device=me.device)
-        # scales of the rows that this rank compares: `[B, S, H]`, packed `[T, H]`
-        self.scales = {name: whole[name].new_zeros(whole[name].shape[:-1], dtype=torch.float32) for name in self.local}
-        if not with_scales:
-            self.scales = {}
+        # scales of the rows that this rank compares: `[B, S, H, 1]`, packed `[T, H, 1]`
+        self.scales = {}
+        if with_scales:
+            self.scales = {
+                name: whole[name].new_zeros((*whole[name].shape[:-1], 1), dtype=torch.float32) for name in self.local
+            }
         # an external package's `auto` is a kernel of its own
         own = experiment.kernel == "auto" and not experiment.is_peer
         self.kernel = "auto" if own else work.plan.kernel.name
@@ -117,22 +102,23 @@ class _Comparison:
     def add_pieces(self, most_bytes: int) -> float:
         """Compares this rank's pieces; the share of all pieces that is checked. Keeps at most so many bytes of references
         for later checks. Collective."""
-        me, experiment, backward = self.me, self.experiment, self.experiment.backward
+        me, experiment = self.me, self.experiment
         limit = experiment.check.max_tflop or MAX_TFLOP[experiment.device]
-        key = (experiment.workload, experiment.dilation, experiment.seed, backward, self.dtype, me.world, limit)
+        spec, passes = experiment.workload, experiment.backward
+        key = (spec, experiment.dilation, experiment.seed, passes, self.dtype, me.world, limit)
         mine, share, shared = pieces.pieces_of(experiment, me.world, me.rank, limit)
-        found = pieces.kept(key) or mine
+        kept = pieces.kept(key) or mine
         me.say("check_reference")  # also on a rank that has no piece to check
-        if shared and any(me.gather(not all(piece.reference for piece in found))):
+        if shared and any(me.gather(not all(piece.reference for piece in kept))):
             pieces.share_reference(me, experiment, mine, shared, self.dtype)
-            found = mine
-        for number, piece in enumerate(found):
-            me.say("check_reference", note=f"{number + 1} of {len(found)}")
+            kept = mine
+        for number, piece in enumerate(kept):
+            me.say("check_reference", note=f"{number + 1} of {len(kept)}")
             self._add(piece)
-            if pieces.reference_bytes([piece]) * len(found) > most_bytes:
+            if pieces.reference_bytes([piece]) * len(kept) > most_bytes:
                 piece.reference = None
-        if all(piece.reference for piece in found):
-            pieces.keep(key, found, most_bytes)
+        if all(piece.reference for piece in kept):
+            pieces.keep(key, kept, most_bytes)
         if SINKS in self.whole:
             self._add_dsinks()
         return share
@@ -145,31 +131,38 @@ class _Comparison:
             inputs = pieces.piece_inputs(self.experiment, piece, device)
         if piece.reference is None:
             piece.reference = pieces.reference(inputs, piece, self.experiment, self.dtype).to("cpu")
-        reference = piece.reference.to(device)
-        rows = {name: x for name, x in self.whole.items() if name != SINKS}
-        for name, x in rows.items():
-            heads = 1 if ROLES[name] == "kv" else spec.heads // spec.kv_heads
-            rtol = self.limits[name].absolute if name in self.limits else 0.0
-            piece.add(self.errors[name], piece.of(x, heads), reference, name, rtol)
+        reference, group = piece.reference.to(device), spec.heads // spec.kv_heads
+        for name in self.whole.keys() - {SINKS}:
+            x = piece.of(self.whole[name], 1 if ROLES[name] == "kv" else group)
+            piece.add(self.errors[name], x, reference, name, self._rtol(name))
             if name in self.scales:
-                piece.put(self.scales[name], heads, reference.scales(name))
+                piece.put(self.scales[name], reference.scales(name).unsqueeze(-1))
         if new:
-            errors = piece.local[self.kernel] = {name: Error() for name in self.local}
-            local = self._local(inputs, piece)
-            if SINKS in local:
-                piece.local_dsinks[self.kernel] = local.pop(SINKS).double().cpu()
-            for name, x in local.items():
-                here = piece.mine(x if x.dim() == 3 else x[0])
-                piece.add(errors[name], here, reference, name, self.limits[name].absolute)
-        self.local = {name: error.plus(piece.local[self.kernel][name]) for name, error in self.local.items()}
-        if SINKS in self.whole:
-            heads = spec.heads // spec.kv_heads
-            sums = self.sums[:, piece.head * heads : (piece.head + 1) * heads]
+            piece.local[self.kernel] = self._local(piece, inputs, reference)
+        own = piece.local[self.kernel]
+        self.local |= {name: self.local[name].plus(error) for name, error in own.errors.items()}
+        if own.dsinks is not None:
+            sums = self.sums[:, piece.head * group : (piece.head + 1) * group]
             sums[0] += reference.values[SINKS].flatten()
-            sums[1] += reference.squares[SINKS].flatten()
+            sums[1] += reference.values[f"{SINKS}2"].flatten()
             if piece.first:
-                sums[2] += piece.local_dsinks[self.kernel].to(device)
-            self.least = reference.least
+                sums[2] += own.dsinks.to(device)
+
+    def _local(self, piece: HeadPiece, inputs: dict[str, Tensor], reference: Reference) -> Local:
+        """A local call on a piece."""
+        by_name = self.experiment.dilation is not None or self.kernel == "auto"
+        if isinstance(self.experiment.workload.mask, Mask):
+            by_name = False
+        kernel = self.kernel if by_name else self.work.plan.kernel
+        outputs = local.results(self.experiment, inputs, piece.head * inputs["q"].shape[1], kernel)
+        dsinks = outputs.pop(SINKS).double().cpu() if SINKS in outputs else None
+        errors = {name: Error() for name in outputs}
+        for name, x in outputs.items():
+            piece.add(errors[name], piece.mine(x), reference, name, self._rtol(name))
+        return Local(errors, dsinks)
+
+    def _rtol(self, name: str) -> float:
+        return self.limits[name].absolute if name in self.limits else 0.0
 
     def _add_dsinks(self) -> None:
         """Compares the sinks' gradient, to which every piece adds, on rank 0. Collective."""
@@ -177,59 +170,14 @@ class _Comparison:
             dist.all_reduce(self.sums)
         if self.me.rank:
             return
-        value, squares, local = self.sums
-        reference = Reference({SINKS: value.view(1, -1, 1)}, {SINKS: squares.view(1, -1)}, self.least)
-        expected, scales, rtol = reference.values[SINKS], reference.scales(SINKS), self.limits[SINKS].absolute
-        compared = (squares > 0).view(1, -1, 1)
-        self.errors[SINKS].add(self.whole[SINKS].where(compared, expected), expected, scales, rtol)
-        self.local[SINKS].add(local.view(1, -1, 1), expected, scales, rtol)
+        value, squares, alone = self.sums.view(3, 1, -1, 1)
+        reference = Reference({SINKS: value, f"{SINKS}2": squares}, smallest(self.work.q.dtype))
+        scales = reference.scales(SINKS)
+        compared = self.whole[SINKS].where(squares > 0, value)
+        for errors, x in ((self.errors, compared), (self.local, alone)):
+            errors[SINKS].add(x, value, scales, self._rtol(SINKS))
         if SINKS in self.scales:
-            self.scales[SINKS] = scales.float()
-
-    def _local(self, inputs: dict[str, Tensor], piece: HeadPiece) -> dict[str, Tensor]:
-        """out, dq, dk, dv and dsinks of a call of the kernel on one device, with a batch dim of 1 unless packed."""
-        spec, sinks = self.experiment.workload, inputs.get("sinks")
-        if (dilation := self.experiment.dilation) is not None:
-            call = Call(positive(spec.scale, spec.head_dim), softcap=spec.softcap)
-            given = inputs | {"q": signed(inputs["q"], spec.scale)}
-            first = piece.head * inputs["q"].shape[1]
-            found = dilated.local(given, first, spec, dilation, self.kernel, call)
-            return found | ({"dq": signed(found["dq"], spec.scale)} if "dq" in found else {})
-        q, k, v, *dout = (inputs[x].unsqueeze(0) if spec.seqlens is None else inputs[x] for x in NAMES if x in inputs)
-        q, call = signed(q, spec.scale), Call(positive(spec.scale, spec.head_dim), softcap=spec.softcap)
-        kernel = self._local_kernel(q, k, v)
-        if spec.q_len is not None and isinstance(spec.mask, Band):
-            return {"out": with_sinks(*self._decoded(kernel, q, k, v, call, spec.mask), sinks)[0]}
-        if isinstance(spec.mask, Mask):
-            call = call.under(Pattern(spec.seq_len, spec.seq_len, spec.mask.rectangles(spec.seq_len)))
-        elif spec.seqlens is None:
-            call = call.under(spec.mask)
-        else:
-            call = call.of_packed(spec.mask, spec.seqlens, spec.seqlens, q.device)
-        out, lse = with_sinks(*kernel.forward(q, k, v, call), sinks)
-        if not dout:
-            return {"out": out}
-        dq, dk, dv = kernel.backward(dout[0], q, k, v, out, lse, call)
-        dsinks = sinks_gradients(dout[0], saved_with(sinks, q, k, v, out, lse))
-        return {"out": out, **dict(zip(GRADIENTS, (signed(dq, spec.scale), dk, dv, *dsinks), strict=False))}
-
-    def _decoded(
-        self, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, call: Call, mask: Band
-    ) -> tuple[Tensor, Tensor]:
-        """(out, lse) of a decode: a call on the prefix and one on the element's own keys, merged."""
-        (out, lse), at = empty_result(result_like(q, v)), self.experiment.workload.prefix or 0
-        for keys, band in ((slice(0, at), FULL), (slice(at, k.shape[1]), mask)):
-            if keys.start == keys.stop:
-                continue
-            here = kernel.forward(q, k[:, keys].contiguous(), v[:, keys].contiguous(), call.under(band))
-            merge(out, lse, out, lse, *here)
-        return out.to(q.dtype), lse
-
-    def _local_kernel(self, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
-        spec = self.experiment.workload
-        if self.kernel != "auto" or isinstance(spec.mask, Mask):
-            return self.work.plan.kernel
-        return select("auto", Shape.of(q, k, v, softcap=spec.softcap is not None), (spec.mask,))
+            self.scales[SINKS] = scales.float().unsqueeze(-1)
 
     def scales_of_shard(self, name: str) -> Tensor:
         """The scales of this rank's rows of a tensor, `[B, s, H]`. A head that no rank compared gets the largest scale
@@ -237,22 +185,21 @@ class _Comparison:
         scales = self.scales[name]
         if self.me.world > 1:
             dist.all_reduce(scales)
-        compared = scales.amax(-1, keepdim=True)
-        if scales.dim() == 3:
+        compared = scales.amax(-2, keepdim=True)
+        if scales.dim() == 4:
             compared = compared.amax(0, keepdim=True)
-        scales = torch.where(scales > 0, scales, compared).unsqueeze(-1)
-        return self.work.shard(name, scales).squeeze(-1)
+        return self.work.shard(name, torch.where(scales > 0, scales, compared)).squeeze(-1)
 
-    def verdict(self, without_lse: str | None) -> dict[str, Any]:
+    def result(self, without_lse: str | None) -> dict[str, Any]:
         """The errors over all ranks against the tolerances. without_lse: why there is no LSE to compare."""
         everyone = self.me.gather((self.errors, self.local))
-        errors = {name: total(of_all[name] for of_all, _ in everyone) for name in self.errors}
+        errors = {name: total(rank[name] for rank, _ in everyone) for name in self.errors}
         tensors, why = {}, []
         for name in self.local:
-            local = total(of_local[name] for _, of_local in everyone)
-            why += errors[name].faults(name, self.limits[name], local)
-            more = {"local_rel_l2": local.rel_l2, "local_worst_row": local.row}
-            tensors[name] = errors[name].plain() | more | {"ratio_to_local": errors[name].ratio_to(local)}
+            alone = total(rank[name] for _, rank in everyone)
+            why += errors[name].faults(name, self.limits[name], alone)
+            more = {"local_rel_l2": alone.rel_l2, "local_worst_row": alone.row}
+            tensors[name] = errors[name].plain() | more | {"ratio_to_local": errors[name].ratio_to(alone)}
         lse: dict[str, Any] = {"checked": False, "why": without_lse}
         if "lse" in errors:
             error, most = errors["lse"], self.experiment.dtype.lse
@@ -260,15 +207,16 @@ class _Comparison:
             lse |= {name: error.plain()[name] for name in ("worst_row", "worst_row_at")}
             if not error.row <= most:
                 why.append(f"lse error {error.row:.2e} of 1 + |lse| > {most:.0e} at {described(error.row_at)}")
-        out, grad, given = self.limits["out"], self.limits["dq"], self.experiment.dtype
-        tolerance: dict[str, float | None] = {
+        out, grad, asked = self.limits["out"], self.limits["dq"], self.experiment.dtype
+        tolerance = {
             "atol": out.absolute,
             "rel_l2": out.rel_l2,
             "row": out.row,
             "gain": out.gain,
-            "lse": given.lse,
+            "lse": asked.lse,
+            "grad_atol": grad.absolute,
+            "grad_rel_l2": grad.rel_l2,
+            "grad_row": grad.row,
+            "error_ratio": asked.error_ratio,
         }
-        tolerance |= {"grad_atol": grad.absolute, "grad_rel_l2": grad.rel_l2, "grad_row": grad.row}
-        tolerance |= {"error_ratio": given.error_ratio}
-        text = "; ".join(why) or None
-        return {"passed": not why, "why": text, "tensors": tensors, "lse": lse, "tolerance": tolerance}
+        return verdict(why, tensors=tensors, lse=lse, tolerance=tolerance)

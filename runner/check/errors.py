@@ -26,9 +26,9 @@ class Tolerance:
     gain: of a factor common to all rows. ratio: relative to the error of a local call; None: any."""
 
     rel_l2: float
-    absolute: float
-    row: float
-    gain: float
+    absolute: float = math.inf
+    row: float = math.inf
+    gain: float = math.inf
     ratio: float | None = None
 
 
@@ -142,6 +142,12 @@ class Error:
 
 def total(errors: Iterable[Error]) -> Error:
     return reduce(Error.plus, errors, Error())
+
+
+def verdict(why: Iterable[str], **fields: Any) -> dict[str, Any]:
+    """The fields of a result, with `passed` and `why`: the faults, None without."""
+    text = "; ".join(why) or None
+    return {"passed": text is None, "why": text, **fields}
 
 
 def described(place: Place | None) -> str:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from runner.check import comparison, module, whole_model
-from runner.check.errors import Compared, Error, Tolerance, total
+from runner.check.errors import Compared, Error, Tolerance, total, verdict
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import AttentionWork
@@ -71,8 +71,8 @@ def check(me: Rank, experiment: Experiment, work: Workload) -> Checked:
         me.say("check_variant", note="a new packed batch")
         iterate(work)
         new = _compared(me, replace(experiment, workload=call), work)
-    why = f"a new packed batch: {new.found['why']}" if new.found["why"] else None
-    found = checked.found | {"passed": new.found["passed"], "why": why, "new_pack": new.found["tensors"]}
+    why = [f"a new packed batch: {new.found['why']}"] if new.found["why"] else []
+    found = checked.found | verdict(why, new_pack=new.found["tensors"])
     return Checked(found, checked.kept and replace(checked.kept, new_pack=new.kept))
 
 
@@ -121,7 +121,7 @@ def check_timed(me: Rank, experiment: Experiment, work: Workload, timed: Passes,
             iterate(work)
             compare("new_pack", "a new packed batch with negated inputs", work.outputs(), kept.new_pack, -1)
     work.release()
-    return {"passed": not why, "why": "; ".join(why) or None, **found}
+    return verdict(why, **found)
 
 
 def _errors(me: Rank, work: Workload, outputs: dict[str, Tensor], kept: Kept, sign: int) -> dict[str, Error]:

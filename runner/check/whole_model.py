@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from runner.check.comparison import FP64_TFLOP
-from runner.check.errors import Compared, Error, Tolerance, total
+from attention.kernels import name_of
+from runner.check.errors import Compared, Error, Tolerance, total, verdict
+from runner.check.pieces import precision
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import memory, timing
@@ -33,8 +34,6 @@ Tensors = dict[str, Tensor]
 
 def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors, with_scales: bool) -> Compared:
     """The comparison (`gate.Compare`) of a model."""
-    limits = {name: tolerance(experiment, None) for name in outputs}
-    scales = {name: torch.ones(x.shape[:-1]) for name, x in outputs.items()} if with_scales else {}
     layers, there = work.config.layers, None
     expected_s = 4 * me.world * work.flops() / work.rate()
     while layers:
@@ -46,20 +45,25 @@ def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors,
         layers //= 2
     if not layers:
         raise MemoryError(f"model={work.about.name}: one device has no memory for a layer; use check.enabled=false")
-    if layers < work.config.layers:
-        outputs = _first_step(me, here)
-    outputs = {name: _whole(work, x) if name == GUESSED else x for name, x in outputs.items()}
+    compared = outputs if layers == work.config.layers else _first_step(me, here)
+    compared = {name: _whole(work, x) if name == GUESSED else x for name, x in compared.items()}
     me.say("check_compare")
-    found = me.agree(verdict(experiment, outputs, there) if there else None)
+    found = me.agree(result(experiment, compared, *there) if there else None)
     about = {"kernel": work.plan.kernel.name, "checked_share": layers / work.config.layers}
-    return Compared(found | about, scales, limits)
+    return with_limits(experiment, found | about, outputs, with_scales)
+
+
+def with_limits(experiment: Experiment, found: dict[str, Any], outputs: Tensors, with_scales: bool) -> Compared:
+    """The comparison of these outputs, whose rows have no scale of their own."""
+    limits = {name: tolerance(experiment, None) for name in outputs}
+    scales = {name: torch.ones(x.shape[:-1]) for name, x in outputs.items()} if with_scales else {}
+    return Compared(found, scales, limits)
 
 
 def tolerance(experiment: Experiment, local: Error | None, ratio: float = RATIO_OF_ONE) -> Tolerance:
     """Of the loss, of a gradient as a whole, and with `RATIO` of all gradients together. local: the error of one device."""
     least = max(experiment.dtype.grad_rel_l2, LEAST)
-    rel_l2 = least if local is None else max(least, ratio * local.rel_l2)
-    return Tolerance(rel_l2, *[torch.inf] * 3)
+    return Tolerance(least if local is None else max(least, ratio * local.rel_l2))
 
 
 def _of_layers(experiment: Experiment, layers: int) -> Experiment:
@@ -79,20 +83,18 @@ def _whole(work: ModelWork, x: Tensor) -> Tensor:
     return work.fn.unshard(x.view(*work.batches[0].ids.shape, 1, 1)).reshape(-1, 1, 1)
 
 
-def references(me: Rank, experiment: Experiment, kernel: str) -> tuple[str, Tensors, Tensors] | None:
+def references(me: Rank, experiment: Experiment, kernel: str) -> tuple[torch.dtype, Tensors, Tensors] | None:
     """The dtype of the reference, its outputs, and those of one device in the run's dtype; None without memory for
     them."""
     one = replace(experiment, variant="dense", options={}, world_size=1, replay="none")
     call = experiment.workload
-    affordable = FP64_TFLOP[experiment.device] / (10 if call.dtype in ("bf16", "fp16") else 1)
     assert experiment.model is not None
-    flops = 3 * experiment.model.config(call).flops(call.batch, call.seq_len)
-    dtype = torch.float64 if flops <= affordable * 1e12 else torch.float32
+    dtype = precision(experiment, 3 * experiment.model.config(call).flops(call.batch, call.seq_len) / 1e12)
+    own = "auto" if experiment.chosen is None or experiment.is_peer else kernel
     try:
         exact = one_device(me, replace(one, kernel="math"), dtype)
         memory.empty_caches(me.device)
-        own = "auto" if experiment.chosen is None or experiment.is_peer else kernel
-        return "fp64" if dtype == torch.float64 else "fp32", exact, one_device(me, replace(one, kernel=own), None)
+        return dtype, exact, one_device(me, replace(one, kernel=own), None)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -125,9 +127,11 @@ def _losses(model: Any, hidden: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(upcast.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
 
 
-def verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors, Tensors]) -> dict[str, Any]:
-    """The fields of the result: of the loss or out, of all gradients together, and of the worst one. Every one counts."""
-    dtype, exact, local = there
+def result(
+    experiment: Experiment, outputs: Tensors, dtype: torch.dtype, exact: Tensors, local: Tensors
+) -> dict[str, Any]:
+    """The fields of the result: of the loss or out, of all gradients together, and of the worst one. Every one counts. exact: the
+    reference, computed in `dtype`. local: the outputs of one device."""
     errors, of_local = ({name: _error(x[name], exact[name]) for name in exact} for x in (outputs, local))
     why = [text for name, error in errors.items() for text in error.faults(name, tolerance(experiment, of_local[name]))]
     shown: dict[str, list[str]] = {name: [name] for name in ("loss", GUESSED, "out") if name in errors}
@@ -142,16 +146,12 @@ def verdict(experiment: Experiment, outputs: Tensors, there: tuple[str, Tensors,
         ratio = {"local_rel_l2": device.rel_l2, "ratio_to_local": here.ratio_to(device)}
         tensors[label] = {"rel_l2": here.rel_l2, "max_abs": here.worst, **ratio}
     lse = {"checked": None, "why": "results and gradients of a whole model or module are compared"}
-    least = {
-        "grad_rel_l2": tolerance(experiment, None).rel_l2,
-        "error_ratio": RATIO,
-        "error_ratio_of_one": RATIO_OF_ONE,
-    }
-    found = {"passed": not why, "why": "; ".join(why) or None, "tensors": tensors, "lse": lse, "tolerance": least}
-    return found | {"reference": dtype}
+    least = tolerance(experiment, None).rel_l2
+    bars = {"grad_rel_l2": least, "error_ratio": RATIO, "error_ratio_of_one": RATIO_OF_ONE}
+    return verdict(why, tensors=tensors, lse=lse, tolerance=bars, reference=name_of(dtype))
 
 
 def _error(x: Tensor, expected: Tensor) -> Error:
-    found = Error()
-    found.add(x, expected.to(torch.promote_types(expected.dtype, torch.float32)), x.new_ones(x.shape[:-1]), 0.0)
-    return found
+    error = Error()
+    error.add(x, expected.to(torch.promote_types(expected.dtype, torch.float32)), x.new_ones(x.shape[:-1]), 0.0)
+    return error

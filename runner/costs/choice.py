@@ -25,7 +25,6 @@ class Task:
     packed: bool = False
     backward: bool = True
     q_tokens: int | None = None
-    softcap: float | None = None
 
     @property
     def decode(self) -> bool:

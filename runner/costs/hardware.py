@@ -3,7 +3,7 @@ Python."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -76,23 +76,22 @@ SENT: dict[Pattern, str] = {
 
 @dataclass(frozen=True)
 class Machine:
-    """gpu: its name in the tables, empty for a CPU. kernel: returns the kernel that does all these masks, or raises
-    ValueError. transports: those that work here. memory: bytes that a rank may hold besides its inputs. graphed: the
+    """gpu: its name in the tables, empty for a CPU. kernel: of its calls. transports: those that work here. memory: bytes that a rank may hold besides its inputs. graphed: the
     caller captures whole calls in a CUDA graph. replayed: forward and backward are replayed from CUDA graphs, with
     inputs and results copied; "auto": if that is faster. topology: which ranks are in one node."""
 
     gpu: str
-    kernel: Callable[[tuple[Band, ...]], str]
+    kernel: str
     transports: tuple[str, ...]
-    rates: tuple[Rate, ...] = ()
-    links: tuple[Measured, ...] = ()
+    rates: tuple[Rate, ...] = field(default_factory=rates.table)
+    links: tuple[Measured, ...] = field(default_factory=links.table)
     device: str = "cuda"
     memory: float | None = None
     ceilings: Ceilings | None = None
     graphed: bool = False
     replayed: bool | str = False
     topology: Topology = ONE_NODE
-    found: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    cache: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def symmetric(self) -> bool:
@@ -123,13 +122,11 @@ class Machine:
     def measured(self, kernel: str) -> bool:
         return any(r.gpu == self.gpu and r.kernel == kernel for r in self.rates)
 
-    def speeds(
-        self, kernel: str, mask: Band, head_dim: int, gqa: bool, packed: bool, tokens: int
-    ) -> tuple[Speed, Speed]:
+    def speeds(self, mask: Band, head_dim: int, gqa: bool, packed: bool, tokens: int) -> tuple[Speed, Speed]:
         """Forward and backward speed of a 16-bit call with `tokens` a rank: from the kernel's most similar measured
         class, else from the ceilings."""
-        key = kernel, mask, head_dim, gqa, packed, tokens
-        if key not in self.found:
+        key = mask, head_dim, gqa, packed, tokens
+        if key not in self.cache:
             # the cost of a mask's edges is separate, so the rate of long sequences also holds for short ones; a short
             # packed call would measure its launch
             wanted = (
@@ -144,9 +141,9 @@ class Machine:
                 differs = [a != b for a, b in zip((c.layout, c.mask, c.length, c.heads), wanted, strict=True)]
                 return (c.head_dim < head_dim, abs(c.head_dim - head_dim), *differs)
 
-            here = [r for r in self.rates if r.gpu == self.gpu and r.kernel == kernel]
-            self.found[key] = rates.speeds(self.rates, min(here, key=unlike)) if here else self.unmeasured
-        return self.found[key]
+            here = [r for r in self.rates if r.gpu == self.gpu and r.kernel == self.kernel]
+            self.cache[key] = rates.speeds(self.rates, min(here, key=unlike)) if here else self.unmeasured
+        return self.cache[key]
 
     @property
     def unmeasured(self) -> tuple[Speed, Speed]:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from attention.geometry.counts import Shapes, sampled_places
+from attention.geometry.counts import sampled_places
 from attention.geometry.options import GROUPINGS, check_heads, divisors
-from attention.geometry.schedules import Problem, masks
+from attention.geometry.schedules import Problem
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.costs import dry_run, step_peak
@@ -20,6 +20,7 @@ from runner.costs.hardware import Machine
 from runner.costs.rates import Speed
 
 if TYPE_CHECKING:
+    from runner.config.experiment import Experiment
     from runner.costs.dryrun import Event
 
 NAMES = tuple(name for name, v in VARIANTS.items() if not v.alias_of)
@@ -32,24 +33,21 @@ MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its
 COPY_SHARE = 0.85  # of it that the copies around a CUDA graph reach (docs/performance.md)
 
 
-def task_of(
-    cu_seqlens: Sequence[int],
-    world: int,
-    shapes: Shapes,
-    causal: bool,
-    window: tuple[int, int] = (-1, -1),
-    packed: bool = False,
-    backward: bool = True,
-    q_tokens: int | None = None,
-    softcap: float | None = None,
-) -> Task:
-    """Raises ValueError if cu_seqlens do not rise from 0."""
-    cu = tuple(int(c) for c in cu_seqlens)
-    if len(cu) < 2 or cu[0] != 0 or any(b < a for a, b in pairwise(cu)):
-        raise ValueError(f"cu_seqlens={cu}: must rise from 0 to the global number of tokens")
-    return Task(
-        cu, world, Band.of(causal, window), shapes, packed, backward and q_tokens is None, q_tokens, softcap=softcap
-    )
+def task_of(spec: Experiment) -> Task:
+    """The call of a run. Raises ValueError for what the model does not know."""
+    call = spec.workload
+    if not isinstance(call.mask, Band) or spec.model is not None:
+        what = f"model={spec.model.name}" if spec.model else f"mask={call.mask.describe()}"
+        raise ValueError(f"{what}: predicted are full, causal and windows, of attention alone; leave it out")
+    packed = call.seqlens is not None
+    return Task(call.cu_seqlens, spec.world_size, call.mask, call.shapes, packed, spec.backward, call.q_len)
+
+
+def usual_kernel(spec: Experiment, task: Task, device: str) -> str:
+    """The kernel that a run asks for; for auto the one that it takes first."""
+    if spec.kernel != "auto":
+        return spec.kernel
+    return "sdpa_flash" if device == "cpu" else "decode" if task.decode else "flash4"
 
 
 def choose(task: Task, machine: Machine, variants: Collection[str] = NAMES) -> Estimates:
@@ -118,8 +116,7 @@ def _settings(name: str, task: Task) -> Iterator[Any]:
 
 def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estimate]:
     """One for each transport. Raises ValueError if this machine can't run the candidate."""
-    problem, options = candidate.problem(task), candidate.options
-    kernel = machine.kernel(masks(problem))
+    options = candidate.options
     if getattr(options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
     if options.uncapturable is not None and machine.graphed:
@@ -127,7 +124,7 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     if getattr(options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     transports = machine.transports if task.world > 1 else machine.transports[:1]  # one rank moves nothing
-    estimates = [estimate(candidate, task, machine, kernel, transport) for transport in transports]
+    estimates = [estimate(candidate, task, machine, transport) for transport in transports]
     fitting = [each for each in estimates if machine.memory is None or each.peak_bytes <= machine.memory]
     if not fitting and machine.memory is not None:
         peak = min(each.peak_bytes for each in estimates)
@@ -142,7 +139,7 @@ def graph_copies(task: Task, problem: Problem, backward: bool) -> int:
     return 2 * each if backward else each * (1 + (task.backward and problem.ulysses > 1))
 
 
-def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, transport: str) -> Estimate:
+def estimate(candidate: Candidate, task: Task, machine: Machine, transport: str) -> Estimate:
     """The time of the slowest rank, and the memory of the fullest."""
     problem = candidate.problem(task)
     runs = {
@@ -154,16 +151,14 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, kernel: str, tr
     }  # fmt: skip
 
     def slowest(backward: bool) -> Duration:
-        clocks = (
-            (_Clock(task, machine, problem, kernel, transport, backward, rank), passes) for rank, passes in runs.items()
-        )
+        clocks = ((_Clock(task, machine, problem, transport, backward, rank), passes) for rank, passes in runs.items())
         return max((clock.duration(passes[backward].events) for clock, passes in clocks), key=lambda each: each.ms)
 
     peak = max(map(step_peak, runs.values()))
     if machine.replayed:
         peak += sum(graph_copies(task, problem, which) for which in (False, True)[: 1 + task.backward])
     backward = slowest(True) if task.backward else None
-    return Estimate(candidate, transport, kernel, slowest(False), backward, machine.replayed is True, peak)
+    return Estimate(candidate, transport, machine.kernel, slowest(False), backward, machine.replayed is True, peak)
 
 
 @dataclass(frozen=True)
@@ -174,7 +169,6 @@ class _Clock:
     task: Task
     machine: Machine
     problem: Problem
-    kernel: str
     transport: str
     backward: bool
     rank: int
@@ -218,7 +212,7 @@ class _Clock:
         if shapes.itemsize != 2:  # only 16-bit dtypes are measured
             return self.machine.unmeasured[self.backward]
         gqa = shapes.heads != shapes.kv_heads
-        found = self.machine.speeds(self.kernel, mask, shapes.head_dim, gqa, task.packed, task.tokens)
+        found = self.machine.speeds(mask, shapes.head_dim, gqa, task.packed, task.tokens)
         return found[self.backward]
 
     def _cpu(self, events: Sequence[Event]) -> float:

@@ -33,9 +33,6 @@ class CallClass:
     layout: str  # dense or packed
     length: str  # short or long
 
-    def __str__(self) -> str:
-        return f"{self.layout} {self.mask} {self.heads} D{self.head_dim} {self.length}"
-
 
 def sequences(call: CallClass, tokens: int) -> tuple[int, ...]:
     """The lengths of a class's sequences; of a dense batch, one."""
@@ -106,23 +103,12 @@ def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
 
 
 def parse(text: str) -> list[Rate]:
-    """The rows of a table. Raises ValueError for other columns or a rate of 0 or less."""
-    rows = csv.DictReader(io.StringIO(text))
-    if rows.fieldnames is None:
-        return []
-    if tuple(rows.fieldnames) != COLUMNS:
-        raise ValueError(
-            f"columns {', '.join(rows.fieldnames)}: must be {', '.join(COLUMNS)}; write it anew with runner.calibrate"
-        )
-    found = []
-    for row in rows:
-        call = CallClass(int(row["head_dim"]), row["heads"], row["mask"], row["layout"], row["length"])
-        forward, backward = float(row["forward_tflops"]), float(row["backward_tflops"])
-        if not (forward > 0 and backward > 0):
-            why = f"{forward} and {backward} TFLOP/s: must be above 0; calibrate again"
-            raise ValueError(f"{row['kernel']}, {call}: {why}")
-        found.append(Rate(row["gpu"], call, row["kernel"], forward, backward, row["versions"]))
-    return found
+    """The rows of a table."""
+    _, *rows = csv.reader(io.StringIO(text))
+    return [
+        Rate(gpu, CallClass(int(head_dim), *call), kernel, float(forward), float(backward), versions)
+        for gpu, head_dim, *call, kernel, forward, backward, versions in rows
+    ]
 
 
 def render(rates: Iterable[Rate]) -> str:
@@ -141,12 +127,10 @@ def renewed(old: Iterable[Rate], new: Sequence[Rate]) -> list[Rate]:
     return [*(r for r in old if (r.gpu, r.call) not in replaced), *new]
 
 
-def path() -> Path:
-    """Of the package's table, which need not exist."""
-    return Path(__file__).with_name("rates.csv")
+PATH = Path(__file__).with_name("rates.csv")
 
 
 @lru_cache
 def table() -> tuple[Rate, ...]:
-    """The package's table; empty where nothing has been measured."""
-    return tuple(parse(path().read_text())) if path().exists() else ()
+    """The package's table."""
+    return tuple(parse(PATH.read_text()))

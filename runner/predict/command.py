@@ -8,39 +8,47 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_module
 
 from attention.errors import nearest
 from attention.variants.registry import VARIANTS
 from runner.config import overrides, resolve
-from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, UnsupportedHere, whole
 from runner.output import commands, terminal
 from runner.predict import topologies, validation
-from runner.predict.estimates import Row, rows, spec_of
+from runner.predict.estimates import Row, experiment, rows
 from runner.predict.topologies import Cluster
 
-FORMATS = ("table", "json", "md")
-COLUMNS = (
-    "W",
-    "S",
-    "variant",
-    "ms",
-    "forward",
-    "backward",
-    "exposed",
-    "TFLOP/s",
-    "peak",
-    "bound by",
-    "options or why not",
-)
-WORDS = ("options or why not",)
-DROP = ("peak", "TFLOP/s", "bound by")
 USUAL = {"world_size": "8,64,512,1024", "topology": "h200_nvl8_ib400"}
 OWN = ("world_size", "topology", "attention", "seq_len")  # keys with several values here
+
+
+def _ms(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+# by title; a row without times has cells in those of `ALWAYS` alone
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "W": lambda row: str(row.world_size),
+    "S": lambda row: f"{row.seq_len:,}",
+    "variant": lambda row: row.variant,
+    "ms": lambda row: _ms(row.ms),
+    "forward": lambda row: _ms(row.forward_ms),
+    "backward": lambda row: _ms(row.backward_ms),
+    "exposed": lambda row: _ms(row.exposed_ms),
+    "TFLOP/s": lambda row: f"{row.tflops_per_device or 0:.3g}",
+    "peak": lambda row: terminal.gib(row.peak_bytes or 0),
+    "bound by": lambda row: row.bound,
+    "options or why not": lambda row: row.why or ", ".join(filter(None, [row.options, row.kernel, row.transport])),
+}
+WORDS = ("options or why not",)
+ALWAYS = ("W", "S", "variant", *WORDS)
+DROP = ("peak", "TFLOP/s", "bound by")
 
 
 def main(arguments: list[str]) -> int:
@@ -48,21 +56,25 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    made = commands.parser("runner.predict", __doc__)
-    made.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
-    made.add_argument("--format", choices=FORMATS, default="table")
-    made.add_argument("--every", action="store_true", help="every candidate of a variant, not only its best options")
-    made.add_argument("--validate", nargs="+", type=Path, metavar="DIR", help="folders of results")
-    made.add_argument("--write", action="store_true", help="with --validate: predictions state and use these errors")
-    asked = made.parse_args(arguments)
+    parser = commands.parser("runner.predict", __doc__)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--format", choices=("table", "json"), default="table")
+    parser.add_argument("--every", action="store_true", help="every candidate of a variant, not only its best options")
+    parser.add_argument("--validate", nargs="+", type=Path, metavar="DIR", help="folders of results")
+    parser.add_argument("--write", action="store_true", help="with --validate: predictions state and use these errors")
+    asked = parser.parse_args(arguments)
     if asked.validate:
         return _validate(asked)
-    found, cluster = predicted(asked.overrides, asked.every)
-    note = error_text(cluster, {row.called for row in found})
-    print(rendered(found, asked.format, note), end="") if asked.format != "table" else _show(
-        found, note, asked.overrides
-    )
-    return 0 if any(row.ms is not None for row in found) else 1
+    if not asked.overrides:
+        raise ValueError("nothing to predict: give a workload, as in config=llama3_8b seq_len=131072 world_size=8,64")
+    predictions, cluster = predicted(asked.overrides, asked.every)
+    note = error_text(cluster, {row.called for row in predictions})
+    if asked.format == "json":
+        _print_json({"error": note, "rows": [asdict(row) for row in predictions]})
+    else:
+        _show(predictions, f"Predicted: {' '.join(asked.overrides)}; ms of the slowest rank")
+        terminal.out.print(note, soft_wrap=True)
+    return 0 if any(row.ms is not None for row in predictions) else 1
 
 
 def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Cluster]:
@@ -82,17 +94,17 @@ def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Clu
         cfg = compose("config", overrides=["hardware=cuda", "attention=auto", *rest])
     kept = validation.stored()
     by = dict(kept.factors) if kept else {}
-    lengths: list[int | None] = [_whole("seq_len", text) for text in own.get("seq_len", [])] or [None]
-    found: list[Row] = []
-    for world in (_whole("world_size", text) for text in own["world_size"]):
+    lengths: list[int | None] = [*_numbers("seq_len", own)] or [None]
+    predictions: list[Row] = []
+    for world in _numbers("world_size", own):
         for length in lengths:
             try:
-                found += rows(spec_of(cfg, world, length), cluster, variants, by, every)
+                predictions += rows(experiment(cfg, world, length), cluster, variants, by, every)
             except (InvalidConfig, UnsupportedHere) as error:
-                found.append(Row(world, length or 0, "all", why=str(error)))
-    if found and all(row.variant == "all" for row in found):
-        raise ValueError(found[0].why)
-    return found, cluster
+                predictions.append(Row(world, length or 0, "all", why=str(error)))
+    if all(row.variant == "all" for row in predictions):
+        raise ValueError(predictions[0].why)
+    return predictions, cluster
 
 
 def _split(given: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -102,7 +114,7 @@ def _split(given: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     for text in given:
         key, sign, value = text.partition("=")
         if key in OWN and sign:
-            own[key] = [part for part in value.split(",") if part]
+            own[key] = value.split(",")
         elif key.startswith("attention."):
             raise ValueError(f"{text}: options are candidates here; leave it out, and give --every to see all of them")
         else:
@@ -110,10 +122,8 @@ def _split(given: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
     return own, rest
 
 
-def _whole(key: str, text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(f"{key}={text}: must be a whole number above 0")
-    return int(text)
+def _numbers(key: str, own: dict[str, list[str]]) -> list[int]:
+    return [whole(key, int(text) if text.isdecimal() else text) for text in own.get(key, [])]
 
 
 def error_text(cluster: Cluster, called: Collection[str]) -> str:
@@ -126,61 +136,29 @@ def error_text(cluster: Cluster, called: Collection[str]) -> str:
     return text + (f". The links of {cluster.name} are assumed." if cluster.inside else ".")
 
 
-def _cells(row: Row) -> list[str]:
-    if row.ms is None:
-        return [str(row.world_size), f"{row.seq_len:,}", row.variant, *[""] * 7, row.why]
-    times = (row.ms, row.forward_ms, row.backward_ms, row.exposed_ms)
-    return [
-        str(row.world_size), f"{row.seq_len:,}", row.variant, *("" if ms is None else f"{ms:.4g}" for ms in times),
-        f"{row.tflops_per_device:.3g}", terminal.gib(row.peak_bytes or 0), row.bound,
-        ", ".join(filter(None, [row.options, row.kernel, row.transport])),
-    ]  # fmt: skip
-
-
-def _show(found: Sequence[Row], note: str, given: Sequence[str]) -> None:
-    table = terminal.new_table(f"Predicted: {' '.join(given)}; ms of the slowest rank")
-    for title in COLUMNS:
-        table.add_column(title, justify="left" if title in ("variant", "bound by", *WORDS) else "right")
-    for row in found:
-        table.add_row(*_cells(row))
+def _show(predictions: Sequence[Row], title: str) -> None:
+    table = terminal.new_table(title)
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("variant", "bound by", *WORDS) else "right")
+    for row in predictions:
+        cells = (cell(row) if row.ms is not None or title in ALWAYS else "" for title, cell in COLUMNS.items())
+        table.add_row(*cells)
     terminal.note_dropped(terminal.show(table, WORDS, DROP), ": a wider terminal, or COLUMNS=200, shows them")
-    terminal.out.print(note, soft_wrap=True)
 
 
-def rendered(found: Sequence[Row], kind: str, note: str) -> str:
-    """The rows as json or md."""
-    if kind == "json":
-        return json.dumps({"error": note, "rows": [row.plain() for row in found]}, indent=1) + "\n"
-    rows = ([cell.replace("|", r"\|") for cell in _cells(row)] for row in found)
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\n{note}\n"
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
 
 
 def _validate(asked: Namespace) -> int:
     from runner.report import runs
 
-    found = validation.validate(runs.read(asked.validate))
+    outcome = validation.validate(runs.read(asked.validate))
     if asked.format == "json":
-        print(json.dumps(asdict(found), indent=1))
+        _print_json(asdict(outcome))
     else:
-        print(validation_table(found), end="")
+        print(outcome.markdown)
     if asked.write:
-        validation.write(found)
+        validation.write(outcome)
         terminal.err.print(f"written: {validation.STORED}")
     return 0
-
-
-def validation_table(found: validation.Validation) -> str:
-    """Markdown."""
-    worlds = " and ".join(map(str, found.calibrated_on))
-    lines = [
-        f"{found.device}: calibrated on {worlds} ranks, predicted {found.predicted}. Shares of the measured time.\n",
-        "| call | bound by | passes | median | p90 | worst |",
-        "|---|---|---:|---:|---:|---:|",
-    ]
-    for each in found.errors:
-        bound = "CPU launch overhead" if each.launch_bound else "GPU"
-        lines.append(
-            f"| {each.called} | {bound} | {each.passes} | {each.median:.1%} | {each.p90:.1%} | {each.worst:.0%} |"
-        )
-    return "\n".join(lines) + "\n"

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, open_dict
 
 from attention.geometry.counts import backward_flops, forward_flops
-from attention.masks.band import Band
 from runner.config import resolve
 from runner.config.experiment import Experiment
-from runner.costs.choice import Duration, Estimate, Estimates, Task
-from runner.costs.hardware import Machine
-from runner.costs.model import NAMES, choose, task_of, unsuitable
+from runner.costs.choice import Estimate, Task
+from runner.costs.model import NAMES, choose, task_of, unsuitable, usual_kernel
 from runner.predict.topologies import Cluster
 from runner.predict.validation import calibrated
 from runner.report.modelled import PASSES, Kind, called
@@ -41,11 +38,8 @@ class Row:
     why: str = ""
     called: str = ""  # dense, window, packed or decode
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
 
-
-def spec_of(cfg: DictConfig, world: int, seq_len: int | None) -> Experiment:
+def experiment(cfg: DictConfig, world: int, seq_len: int | None) -> Experiment:
     """The experiment in a world of any size. Raises InvalidConfig and UnsupportedHere."""
     cfg = cfg.copy()
     with open_dict(cfg):
@@ -55,85 +49,47 @@ def spec_of(cfg: DictConfig, world: int, seq_len: int | None) -> Experiment:
     return resolve.experiment(cfg, 1 << 20, 0)
 
 
-def task(spec: Experiment) -> Task:
-    """Raises ValueError for what the model does not know."""
-    call = spec.workload
-    if not isinstance(call.mask, Band) or spec.model is not None:
-        what = f"model={spec.model.name}" if spec.model else f"mask={call.mask.describe()}"
-        raise ValueError(f"{what}: predicted are full, causal and windows, of attention alone; leave it out")
-    return task_of(
-        call.cu_seqlens, spec.world_size, call.shapes, call.causal, call.window, call.seqlens is not None, spec.backward,
-        call.q_len, call.softcap,
-    )  # fmt: skip
-
-
-def kernel_of(cluster: Cluster, made: Task, asked: str) -> str:
-    """The kernel asked for; for auto the one that it takes first."""
-    if asked != "auto":
-        return asked
-    return "sdpa_flash" if cluster.device == "cpu" else "decode" if made.decode else "flash4"
-
-
 def rows(
     spec: Experiment, cluster: Cluster, asked: Collection[str], by: Mapping[Kind, float], every: bool = False
 ) -> list[Row]:
     """Sorted by time, the impossible variants last; of each variant the best options, or `every` one. asked: variants; none: all
-    that are made for such a call. Raises ValueError for what the model does not know."""
-    made = task(spec)
-    variants = asked or [name for name in NAMES if not unsuitable(name, made)]
-    kernel = kernel_of(cluster, made, spec.kernel)
-    machine = cluster.machine(spec.world_size, lambda masks: kernel, spec.replay)
+    that are made for such a call. Compute is calibrated with the factors `by`. Raises ValueError for what the model does not know."""
+    task = task_of(spec)
+    variants = asked or [name for name in NAMES if not unsuitable(name, task)]
+    machine = cluster.machine(spec.world_size, usual_kernel(spec, task, cluster.device), spec.replay)
     where = spec.world_size, spec.workload.seq_len
     try:
-        choice = _choice(made, machine, cluster, variants, by)
+        choice = choose(task, machine, variants)
     except ValueError as error:
         return [Row(*where, name, why=str(error)) for name in variants]
-    found = [_row(spec, made, estimate) for estimate in choice.estimates]
+    able = [_row(spec, task, _calibrated(estimate, task, cluster, by)) for estimate in choice.estimates]
+    able.sort(key=lambda row: row.ms or 0.0)
     if not every:
-        found = list({row.variant: row for row in reversed(found)}.values())[::-1]
-    found.sort(key=lambda row: row.ms or 0.0)
-    able = {row.variant for row in found}
-    why = {label.split()[0]: reason for label, reason in choice.left_out.items() if label.split()[0] not in able}
-    return found + [Row(*where, name, why=reason) for name, reason in why.items()]
+        able = [next(row for row in able if row.variant == name) for name in dict.fromkeys(x.variant for x in able)]
+    why = {label.split()[0]: reason for label, reason in choice.left_out.items()}
+    for row in able:
+        why.pop(row.variant, None)
+    return able + [Row(*where, name, why=reason) for name, reason in why.items()]
 
 
-def _choice(
-    made: Task, machine: Machine, cluster: Cluster, variants: Collection[str], by: Mapping[Kind, float]
-) -> Estimates:
-    """The model's, with calibrated compute, the fastest first."""
-    found = choose(made, machine, variants)
-    device = cluster.gpu or "cpu"
-
-    def corrected(estimate: Estimate) -> Estimate:
-        def one(which: str, duration: Duration | None) -> Duration | None:
-            return duration and calibrated(duration, (device, estimate.kernel, which, called(made)), by)
-
-        forward, backward = one(PASSES[0], estimate.forward), one(PASSES[1], estimate.backward)
-        assert forward is not None
-        return replace(estimate, forward=forward, backward=backward)
-
-    estimates = sorted(map(corrected, found.estimates), key=lambda each: each.ms)
-    return replace(found, estimates=tuple(estimates))
+def _calibrated(estimate: Estimate, task: Task, cluster: Cluster, by: Mapping[Kind, float]) -> Estimate:
+    kinds = [(cluster.gpu or "cpu", estimate.kernel, which, called(task)) for which in PASSES]
+    forward, *backward = (calibrated(one, kind, by) for one, kind in zip(estimate.both, kinds, strict=False))
+    return replace(estimate, forward=forward, backward=backward[0] if backward else None)
 
 
-def _row(spec: Experiment, made: Task, estimate: Estimate) -> Row:
-    call, shapes, world = spec.workload, made.shapes, spec.world_size
-    both = estimate.both
-    flops = forward_flops(shapes, call.pairs) + (backward_flops(shapes, call.pairs) if made.backward else 0)
-    inputs = made.tokens * (shapes.kv_token + (shapes.out_token if made.backward else 0))
-    inputs += (made.q_tokens or made.tokens) * shapes.q_token
-    exposed = sum(each.exposed for each in both)
-    compute = sum(each.compute for each in both)
-    bound = "communication" if exposed > compute else "compute"
-    if any(each.cpu > each.gpu for each in both):
+def _row(spec: Experiment, task: Task, estimate: Estimate) -> Row:
+    call, shapes, world, both = spec.workload, task.shapes, spec.world_size, estimate.both
+    flops = forward_flops(shapes, call.pairs) + (backward_flops(shapes, call.pairs) if task.backward else 0)
+    inputs = task.tokens * (shapes.kv_token + (shapes.out_token if task.backward else 0))
+    inputs += (task.q_tokens or task.tokens) * shapes.q_token
+    exposed = sum(duration.exposed for duration in both)
+    bound = "communication" if exposed > sum(duration.compute for duration in both) else "compute"
+    if any(duration.cpu > duration.gpu for duration in both):
         bound = "launches"
+    options = estimate.candidate.label.split()[1:] + ["replay=graphs"] * estimate.graphs
     return Row(
-        world, call.seq_len, estimate.candidate.variant, _options(estimate), estimate.kernel, estimate.transport,
+        world, call.seq_len, estimate.candidate.variant, " ".join(options), estimate.kernel, estimate.transport,
         estimate.ms, estimate.forward.ms, estimate.backward.ms if estimate.backward else None, exposed,
-        flops / world / estimate.ms / 1e9, estimate.peak_bytes + inputs, bound, called=called(made),
+        flops / world / estimate.ms / 1e9, estimate.peak_bytes + inputs, bound, called=called(task),
     )  # fmt: skip
-
-
-def _options(estimate: Estimate) -> str:
-    label = estimate.candidate.label.removeprefix(estimate.candidate.variant).strip()
-    return f"{label} replay=graphs".strip() if estimate.graphs else label

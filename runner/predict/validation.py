@@ -22,14 +22,14 @@ LEAST = 3  # passes that make a factor
 STORED = Path(__file__).with_name("validated.json")
 
 
-def factors(found: Iterable[Point]) -> dict[Kind, float]:
+def factors(measured: Iterable[Point]) -> dict[Kind, float]:
     """By how much compute takes longer than by the model."""
     same: dict[Kind, list[float]] = defaultdict(list)
-    for point in found:
+    for point in measured:
         if not point.launch_bound and point.model.compute:
             rest = point.model.gpu - point.model.compute
             same[point.kind].append((point.measured - rest) / point.model.compute)
-    return {kind: median(each) for kind, each in same.items() if len(each) >= LEAST and median(each) > 0}
+    return {kind: median(ratios) for kind, ratios in same.items() if len(ratios) >= LEAST and median(ratios) > 0}
 
 
 def calibrated(duration: Duration, kind: Kind, by: Mapping[Kind, float]) -> Duration:
@@ -52,6 +52,11 @@ class Errors:
         bound = ", bound by CPU launch overhead" if self.launch_bound else ""
         return f"{self.called}{bound}: median {self.median:.1%}, worst {self.worst:.0%} of {self.passes} passes"
 
+    @property
+    def markdown(self) -> str:
+        bound = "CPU launch overhead" if self.launch_bound else "GPU"
+        return f"| {self.called} | {bound} | {self.passes} | {self.median:.1%} | {self.p90:.1%} | {self.worst:.0%} |"
+
 
 @dataclass(frozen=True)
 class Validation:
@@ -63,11 +68,21 @@ class Validation:
     errors: tuple[Errors, ...]
     factors: tuple[tuple[Kind, float], ...]
 
+    @property
+    def _worlds(self) -> str:
+        return " and ".join(map(str, self.calibrated_on))
+
     def text(self, called: Collection[str]) -> str:
         """Of these kinds of call."""
-        worlds = " and ".join(map(str, self.calibrated_on))
-        errors = "; ".join(each.text for each in self.errors if each.called in called)
-        return f"{self.device}, {worlds} to {self.predicted} ranks: {errors or 'no such call'}"
+        errors = "; ".join(error.text for error in self.errors if error.called in called)
+        return f"{self.device}, {self._worlds} to {self.predicted} ranks: {errors or 'no such call'}"
+
+    @property
+    def markdown(self) -> str:
+        return (
+            f"{self.device}: calibrated on {self._worlds} ranks, predicted {self.predicted}. Shares of the measured time.\n\n"
+            "| call | bound by | passes | median | p90 | worst |\n|---|---|---:|---:|---:|---:|\n"
+        ) + "\n".join(error.markdown for error in self.errors)
 
 
 def validate(runs: Sequence[Run]) -> Validation:
@@ -105,7 +120,13 @@ def stored(path: Path = STORED) -> Validation | None:
     """The validation of the results that this project keeps."""
     if not path.exists():
         return None
-    given = json.loads(read_text(path))
-    by = tuple(((a, b, c, d), factor) for (a, b, c, d), factor in given.pop("factors"))
-    errors = tuple(Errors(**each) for each in given.pop("errors"))
-    return Validation(**given | {"calibrated_on": tuple(given["calibrated_on"])}, errors=errors, factors=by)
+    values = json.loads(read_text(path))
+    return Validation(
+        values["device"],
+        tuple(values["calibrated_on"]),
+        values["predicted"],
+        tuple(Errors(**error) for error in values["errors"]),
+        tuple(
+            ((device, kernel, which, called), factor) for (device, kernel, which, called), factor in values["factors"]
+        ),
+    )

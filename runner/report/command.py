@@ -25,8 +25,7 @@ from runner.output.results import write_text
 from runner.output.summary import escaped
 from runner.reading import read_text
 from runner.report import charts, page, parts, tables
-from runner.report.comparison import COMPARED, comparison_table
-from runner.report.headline import headline_table
+from runner.report.comparison import COMPARED, comparison_table, headline_table
 from runner.report.panels import panels
 from runner.report.runs import Run, read, where
 from runner.report.table import in_common

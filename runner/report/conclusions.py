@@ -4,14 +4,13 @@ allow one."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import TypeVar
 
 from runner.measure.statistics import NOISY as NOISY_IQR
 from runner.report.comparison import by_workload, comparable
-from runner.report.fair import origins, spread
+from runner.report.fair import by_time, even, origins, tied
 from runner.report.labels import labels
 from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.table import counted, fact
@@ -20,9 +19,13 @@ COMPARED = (*WORKLOAD, "timing")  # the facts that runs of a case share
 MOST = 4  # sentences of a rule; if there are more, the last one counts the rest
 LONGEST = 110  # characters of a reason
 HALF = 0.5  # a share of the time above which something binds a run
+BOUNDS = {
+    "compute-bound": "compute takes",
+    "communication-bound": "compute waits for communication",
+    "bound by CPU launch overhead and gaps": "these take",
+}
+RATES = {"communication": "link"}
 HOLDS = 0.05  # a phase below this share of the time holds nothing back
-
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -40,36 +43,25 @@ class Case:
     runs: list[Run]
     which: str
 
-    @property
-    def best(self) -> Run:
-        return self.runs[0]
-
-    def ratio(self, other: Run, first: Run | None = None) -> float:
-        """The time of `other` over that of `first`, by default the fastest."""
-        return (other.ms(self.which) or 0.0) / ((first or self.best).ms(self.which) or 1.0)
-
-    def even(self, one: Run, other: Run) -> bool:
-        """Whether the spreads of the two medians overlap. Runs without a spread cannot be told apart."""
-        a, b = spread(one, self.which), spread(other, self.which)
-        return a is None or b is None or (a[0] <= b[1] and b[0] <= a[1])
+    def ratio(self, other: Run, first: Run) -> float:
+        """The time of `other` over that of `first`."""
+        return (other.ms(self.which) or 0.0) / (first.ms(self.which) or 1.0)
 
 
 def conclusions(runs: Sequence[Run], which: str = "total") -> list[Conclusion]:
     """What the runs of a sweep say, for the pass `which`: what is fastest, what binds it and holds it back, how noisy
     the times are, and what failed."""
-    found = cases(runs, which)
-    named = labels(runs)
-    ways = labels(runs, without={"timing"})
-    rules: list[tuple[str, Callable[[], list[str]]]] = [
-        ("fastest", lambda: fastest(found, ways)),
-        ("external", lambda: against_external(found)),
-        ("bound by", lambda: bound(runs)),
-        ("limit", lambda: limit([case.best for case in found] or [run for run in runs if run.ok])),
-        ("held back by", lambda: held_back(runs, named)),
-        ("noise", lambda: noise(runs, named, which)),
-        ("failures", lambda: failed(runs, named)),
-    ]
-    return [Conclusion(about, text) for about, rule in rules for text in rule()]
+    compared, named = cases(runs, which), labels(runs)
+    rules = {
+        "fastest": fastest(compared, labels(runs, without={"timing"})),
+        "external": against_external(compared),
+        "bound by": bound(runs),
+        "limit": limit([case.runs[0] for case in compared] or [run for run in runs if run.ok]),
+        "held back by": held_back(runs, named),
+        "noise": noise(runs, named, which),
+        "failures": failed(runs, named),
+    }
+    return [Conclusion(about, text) for about, texts in rules.items() for text in texts]
 
 
 def cases(runs: Sequence[Run], which: str) -> list[Case]:
@@ -80,79 +72,68 @@ def cases(runs: Sequence[Run], which: str) -> list[Case]:
         for run in sorted(group, key=lambda run: run.environment.started_at):
             if run.ms(which):
                 groups.setdefault((number, origins([run])[0]), {})[named[run]] = run  # the latest of a label
-    several = [list(latest.values()) for latest in groups.values() if len(latest) > 1]
-    return [Case(sorted(group, key=lambda run: run.ms(which) or 0.0), which) for group in several]
+    return [Case(by_time(latest.values(), which), which) for latest in groups.values() if len(latest) > 1]
 
 
-def fastest(found: Sequence[Case], named: dict[Run, str]) -> list[str]:
+def fastest(compared: Sequence[Case], named: dict[Run, str]) -> list[str]:
     """Which label is fastest in which cases and by how much, as far as the spreads allow to say so."""
-    won: dict[str, list[Case]] = {}
-    even: dict[tuple[str, ...], list[Case]] = {}
-    for case in found:
-        tied = [run for run in case.runs if run is case.best or case.even(case.best, run)]
-        if len(tied) == 1:
-            won.setdefault(named[case.best], []).append(case)
+    first: dict[tuple[str, ...], list[Case]] = {}
+    for case in compared:
+        first.setdefault(tuple(sorted(named[run] for run in tied(case.runs, case.which))), []).append(case)
+    ahead, level = [], []
+    for names, where in sorted(first.items(), key=lambda item: -len(item[1])):
+        if len(names) == 1:
+            ratios = _times([case.ratio(case.runs[1], case.runs[0]) for case in where])
+            ahead.append(f"{names[0]} is the fastest {_at(where, compared)}: the next takes {ratios} as long.")
         else:
-            even.setdefault(tuple(sorted(named[run] for run in tied)), []).append(case)
-    ahead = [
-        f"{label} is the fastest {_at(where, found)}: the next takes {_times([c.ratio(c.runs[1]) for c in where])} as long."
-        for label, where in _most_first(won)
-    ]
-    level = [
-        f"{_listed(names, MOST)} cannot be told apart {_at(where, found)}: the spreads of their medians overlap."
-        for names, where in _most_first(even)
-    ]
+            level.append(
+                f"{_listed(names, MOST)} cannot be told apart {_at(where, compared)}: the spreads of their medians overlap."
+            )
     return _cut(ahead, "variants are the fastest of some comparison") + _cut(
         level, "groups are even in some comparison"
     )
 
 
-def against_external(found: Sequence[Case]) -> list[str]:
+def against_external(compared: Sequence[Case]) -> list[str]:
     """The fastest external package against the fastest of ours, both launched without CUDA graphs."""
-    ratios, even, where = [], 0, []
-    for case in found:
-        launched = [run for run in case.runs if run.graphs is False]
-        theirs = next((run for run in launched if run.external), None)
-        ours = next((run for run in launched if not run.external), None)
-        if theirs and ours:
-            ratios.append(case.ratio(theirs, ours))
-            even += case.even(theirs, ours)
+    ratios, ties, where = [], 0, []
+    for case in compared:
+        launched = {run.external: run for run in reversed(case.runs) if run.graphs is False}  # the fastest of each side
+        if len(launched) == 2:
+            ratios.append(case.ratio(launched[True], launched[False]))
+            ties += even(launched[True], launched[False], case.which)
             where.append(case)
     if not ratios:
         return []
-    but = f"; the spreads overlap{f' in {even}' if len(where) > 1 else ''}" if even else ""
+    but = f"; the spreads overlap{f' in {ties}' if len(where) > 1 else ''}" if ties else ""
     return [
-        f"The fastest external package takes {_times(ratios)} as long as the fastest of ours {_at(where, found)}{but}."
+        f"The fastest external package takes {_times(ratios)} as long as the fastest of ours {_at(where, compared)}{but}."
     ]
 
 
-def shares(run: Run) -> tuple[float, float, float] | None:
-    """Of the recorded passes together: the share of compute, of exposed communication, and of the rest."""
-    found = [phases for phases in run.result.phases.values() if phases.total_ms > 0 and phases.compute_share > 0]
-    if not run.ok or not found:
-        return None
-    total = sum(phases.total_ms for phases in found)
-    compute, wait = (
-        sum(phases.total_ms * getattr(phases, key) for phases in found) / total
-        for key in ("compute_share", "communication_share")
-    )
-    return compute, wait, max(0.0, 1 - compute - wait)
+def shares(run: Run) -> list[float]:
+    """Of the recorded passes together: the share of compute, of exposed communication, and of the rest; empty where no pass
+    was recorded."""
+    recorded = [phases for phases in run.result.phases.values() if phases.total_ms > 0 and phases.compute_share > 0]
+    if not run.ok or not recorded:
+        return []
+    total = sum(phases.total_ms for phases in recorded)
+    compute = sum(phases.total_ms * phases.compute_share for phases in recorded) / total
+    wait = sum(phases.total_ms * phases.communication_share for phases in recorded) / total
+    return [compute, wait, max(0.0, 1 - compute - wait)]
 
 
 def bound(runs: Iterable[Run]) -> list[str]:
     """Compute- or communication-bound, by the phases of the slowest rank."""
-    known = [found for run in runs if (found := shares(run))]
-    kinds = ("compute-bound", "communication-bound", "bound by CPU launch overhead and gaps")
-    whats = ("compute takes", "compute waits for communication", "these take")
-    lines, left = [], len(known)
-    for i, (kind, what) in enumerate(zip(kinds, whats, strict=True)):
-        of = [found[i] for found in known if found[i] > HALF]
-        left -= len(of)
-        if of:
-            lines.append(f"{_of_all(len(of), len(known))} {kind}: {what} {_percents(of)} of the recorded time.")
-    if left:
+    known = [parts for run in runs if (parts := shares(run))]
+    lines, rest = [], len(known)
+    for i, (kind, what) in enumerate(BOUNDS.items()):
+        if most := [parts[i] for parts in known if parts[i] > HALF]:
+            rest -= len(most)
+            lines.append(f"{_of_all(len(most), len(known))} {kind}: {what} {_percents(most)} of the recorded time.")
+    if rest:
         lines.append(
-            f"{_of_all(left, len(known))} without a single bottleneck: none takes more than half of the recorded time."
+            f"{_of_all(rest, len(known))} without a single bottleneck: none takes more than half of the recorded time."
         )
     return lines
 
@@ -163,46 +144,47 @@ def limit(best: Iterable[Run]) -> list[str]:
     for run in best:
         metrics = run.result.last_metrics
         if metrics and metrics.sol and metrics.limited_by:
-            by.setdefault(metrics.limited_by, []).append(metrics.sol)
+            by.setdefault(RATES.get(metrics.limited_by, metrics.limited_by), []).append(metrics.sol)
     lines = []
-    for what, found in by.items():
-        who = "The fastest run works" if len(found) == 1 else f"The {len(found)} fastest runs work"
-        above = " Above 100%: the measured rate is too low." if max(found) > 1.05 else ""
-        rate = {"compute": "compute", "memory": "memory", "communication": "link"}.get(what, what)
-        lines.append(f"{who} at {_percents(found)} of the {rate} rate that was measured on this machine.{above}")
+    for rate, sols in by.items():
+        who = "The fastest run works" if len(sols) == 1 else f"The {len(sols)} fastest runs work"
+        above = " Above 100%: the measured rate is too low." if max(sols) > 1.05 else ""
+        lines.append(f"{who} at {_percents(sols)} of the {rate} rate that was measured on this machine.{above}")
     return lines
 
 
 def held_back(runs: Iterable[Run], named: dict[Run, str]) -> list[str]:
     """The two largest parts of the time that are not compute, each in the run where it is largest."""
-    worst: dict[str, tuple[float, Run, str]] = {}
+    worst: dict[str, tuple[float, str]] = {}
     for run in runs:
         for which, phases in run.result.phases.items() if run.ok else ():
-            waits = {name: phase.share or 0.0 for name, phase in phases.phases.items() if name.startswith("wait_")}
-            parts = {f"waiting for {name.removeprefix('wait_')} ({name})": share for name, share in waits.items()}
+            parts = {
+                f"waiting for {name.removeprefix('wait_')} ({name})": phase.share or 0.0
+                for name, phase in phases.phases.items()
+                if name.startswith("wait_")
+            }
             if phases.total_ms and phases.other_ms:
                 parts["launch overhead and gaps"] = 1 - phases.compute_share - phases.communication_share
             for name, share in parts.items():
                 if share > worst.get(name, (HOLDS,))[0]:
-                    worst[name] = share, run, which
-    found = sorted(worst.items(), key=lambda item: -item[1][0])[:2]
-    return [f"{name}: up to {share:.0%} of the {which}, in {_run(run, named)}." for name, (share, run, which) in found]
+                    worst[name] = share, f"{name}: up to {share:.0%} of the {which}, in {_run(run, named)}."
+    return [text for _, text in sorted(worst.values(), key=lambda part: -part[0])[:2]]
 
 
 def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
     """How noisy the times are, and which run is worst."""
-    timed = [(run, times) for run in runs if run.ok and (times := run.times(which)) and times.n > 1]
-    noisy = sorted((t.iqr_over_median, i) for i, (_, t) in enumerate(timed) if t.noisy)
-    trend = sum(times.trend for _, times in timed)
+    timed = {run: times for run in runs if run.ok and (times := run.times(which)) and times.n > 1}
+    noisy = [run for run, times in timed.items() if times.noisy]
+    trend = sum(times.trend for times in timed.values())
     lines = []
     if noisy:
-        share, worst = noisy[-1]
+        worst = max(noisy, key=lambda run: timed[run].iqr_over_median)
         lines.append(
             f"{len(noisy)} of {counted(len(timed), 'timed run')} {'is' if len(noisy) == 1 else 'are'} noisy: the interquartile "
-            f"range is above {NOISY_IQR:.0%} of the median, at most {share:.0%} in {_run(timed[worst][0], named)}."
+            f"range is above {NOISY_IQR:.0%} of the median, at most {timed[worst].iqr_over_median:.0%} in {_run(worst, named)}."
         )
     elif timed:
-        typical = median(times.iqr_over_median for _, times in timed)
+        typical = median(times.iqr_over_median for times in timed.values())
         lines.append(f"No timed run is noisy: the interquartile range is {typical:.1%} of the median, typically.")
     if trend:
         lines.append(f"In {counted(trend, 'run')} the times rose or fell while they were taken.")
@@ -210,8 +192,12 @@ def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
 
 
 def failed(runs: Sequence[Run], named: dict[Run, str]) -> list[str]:
-    """The runs without a result, counted by status and reason."""
-    reasons = Counter(_reason(run) for run in runs if run.status != "ok")
+    """The runs without a result, counted by status and reason; a long reason is cut."""
+    reasons: Counter[str] = Counter()
+    for run in runs:
+        if run.status != "ok":
+            reason = " ".join((run.result.reason or "no reason given").split())
+            reasons[f"{run.status}: {reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + '…'}"] += 1
     if not reasons:
         return []
     lines = [f"{n} {reason}" for reason, n in reasons.most_common()]
@@ -219,34 +205,24 @@ def failed(runs: Sequence[Run], named: dict[Run, str]) -> list[str]:
     return [first, *_cut(lines, "reasons; the last section has all")]
 
 
-def _reason(run: Run) -> str:
-    """The status and the reason; a long one is cut."""
-    text = " ".join((run.result.reason or "no reason given").split())
-    return f"{run.status}: {text if len(text) <= LONGEST else text[: LONGEST - 1] + '…'}"
-
-
-def _at(where: Sequence[Case], found: Sequence[Case]) -> str:
-    """Names the cases `where` among all cases `found`, by the facts that vary."""
-    if len(found) == 1:
+def _at(where: Sequence[Case], compared: Sequence[Case]) -> str:
+    """Names the cases `where` among all cases `compared`, by the facts that vary."""
+    if len(compared) == 1:
         return "in this comparison"
-    if len(where) == len(found):
-        return f"in all {len(found)} comparisons"
-    varying = [key for key in COMPARED if len({getattr(case.best, key) for case in found}) > 1]
+    if len(where) == len(compared):
+        return f"in all {len(compared)} comparisons"
+    varying = [key for key in COMPARED if len({getattr(case.runs[0], key) for case in compared}) > 1]
     if len(varying) == 1 and len(where) <= 3:
-        values = [fact(case.best, varying[0]) or "none" for case in where]
+        values = [fact(case.runs[0], varying[0]) or "none" for case in where]
         return f"at {FACTS[varying[0]]} = {_listed(values)}"
-    if len(where) == 1:
-        facts = ", ".join(f"{FACTS[key]} {fact(where[0].best, key) or 'none'}" for key in varying)
-        return f"at {facts}" if facts else f"in one of {len(found)} comparisons"
-    return f"in {len(where)} of {len(found)} comparisons"
+    if len(where) == 1 and varying:
+        facts = [f"{FACTS[key]} {fact(where[0].runs[0], key) or 'none'}" for key in varying]
+        return f"at {', '.join(facts)}"
+    return f"in {len(where)} of {len(compared)} comparisons"
 
 
 def _run(run: Run, named: dict[Run, str]) -> str:
     return f"{named[run]} (S {fact(run, 'seq_len')}, W {run.world_size})"
-
-
-def _most_first(groups: dict[Key, list[Case]]) -> list[tuple[Key, list[Case]]]:
-    return sorted(groups.items(), key=lambda item: -len(item[1]))
 
 
 def _cut(lines: list[str], what: str) -> list[str]:
@@ -261,13 +237,15 @@ def _listed(names: Sequence[str], most: int = 100) -> str:
 
 
 def _times(ratios: Sequence[float]) -> str:
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return f"{low} times" if low == high else f"{low} to {high} times"
+    return f"{_range(ratios, '.2f')} times"
 
 
-def _percents(found: Sequence[float]) -> str:
-    low, high = f"{min(found):.0%}", f"{max(found):.0%}"
-    return low if low == high else f"{low} to {high}"
+def _percents(shares: Sequence[float]) -> str:
+    return _range(shares, ".0%")
+
+
+def _range(values: Sequence[float], format: str) -> str:
+    return " to ".join(dict.fromkeys(f"{end:{format}}" for end in (min(values), max(values))))
 
 
 def _of_all(n: int, of: int) -> str:

@@ -6,20 +6,26 @@ import json
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from omegaconf import MISSING, OmegaConf
+
+from runner.config.schema import RunConf
 from runner.output.columns import COLUMNS
 from runner.output.reader import RESULT
+from runner.output.record import Result
 from runner.reading import read_regular
 from runner.report.fair import spread
-from runner.report.labels import varying_options
+from runner.report.labels import labels, varying_options
 from runner.report.runs import FACTS, PASSES, Run
 from runner.report.scaling import scaling
-from runner.report.table import differing, fact
+from runner.report.table import fact
 from runner.report.tables import environment_facts, rate_title
 
 LOG_LINES = 15
@@ -31,9 +37,9 @@ LEFT_OUT = ("output=", "hydra.", "resume=")
 @dataclass(frozen=True)
 class Column:
     """A column: its title, and a value for each run, None where the run has none. `group`: `fact` (text, to filter by),
-    `metric` (a number), or where the details of a run show it: `config`, `environment`, `about`.
-    format: of a metric, how the page shows it. better: `lower`, `higher`, or empty where neither is.
-    also: other columns that belong to it (`spread`, `low`, `high`), by what they are."""
+    `metric` (a number), or where the details of a run show it: `config`, `environment`, `about`, `spread`.
+    format: of a number, how the page shows it. better: `lower`, `higher`, or empty where neither is. shown: whether the table
+    has it where its runs differ in it. also: other columns that belong to it (`spread`, `low`, `high`), by what they are."""
 
     key: str
     title: str
@@ -45,101 +51,108 @@ class Column:
     also: Mapping[str, str] | None = None
 
     def plain(self) -> dict[str, Any]:
-        about = {"key": self.key, "title": self.title, "group": self.group, "format": self.format}
-        more = {"better": self.better, "shown": self.shown, "also": self.also}
-        return about | {key: value for key, value in more.items() if value} | {"data": packed(self.values)}
+        """As in the page's JSON, without what is empty."""
+        about = {key: value for key, value in vars(self).items() if value and key != "values"}
+        return about | {"data": packed(self.values)}
 
 
 def columns(runs: Sequence[Run], sweeps: Sequence[str], out: Path) -> list[Column]:
     """The columns of these runs that are not empty. sweeps: the name of each run's sweep; out: the page's folder, from
     which files are linked."""
-    found = [*_facts(runs, sweeps), *_metrics(runs), *_details(runs, out)]
-    return [column for column in found if any(value is not None for value in column.values)]
+    every = [*_facts(runs, sweeps), *_metrics(runs), *_details(runs, out)]
+    return [column for column in every if any(value is not None for value in column.values)]
 
 
-def _facts(runs: Sequence[Run], sweeps: Sequence[str]) -> list[Column]:
-    varying, shown = varying_options(runs), set(differing(runs)) | {"attention"}
-
-    def values(key: str) -> list[Any]:
-        whole = [getattr(run, key) for run in runs]
-        numbers = all(isinstance(value, int) and not isinstance(value, bool) for value in whole if value is not None)
-        return whole if numbers else [fact(run, key, varying) or None for run in runs]
-
-    found = [Column("sweep", "sweep", "fact", list(sweeps), shown=True)] if len(set(sweeps)) > 1 else []
-    found += [Column(key, title, "fact", values(key), shown=key in shown) for key, title in FACTS.items()]
-    statuses = [run.status for run in runs]
+def _facts(runs: Sequence[Run], sweeps: Sequence[str]) -> Iterator[Column]:
+    varying, named = varying_options(runs), labels(runs)
+    yield Column("label", "run", "fact", [named[run] for run in runs])
+    if len(set(sweeps)) > 1:
+        yield Column("sweep", "sweep", "fact", list(sweeps), shown=True)
+    for key, title in FACTS.items():
+        values = [getattr(run, key) for run in runs]
+        if not all(type(value) in (int, type(None)) for value in values):
+            values = [fact(run, key, varying) or None for run in runs]
+        # the label has the variant, and the options in which its runs differ
+        yield Column(key, title, "fact", values, shown=key not in ("attention", "options"))
     limited = [run.result.last_metrics.limited_by if run.result.last_metrics else None for run in runs]
-    return [
-        *found,
-        Column("limited_by", "limited by", "fact", limited),
-        Column("status", "status", "fact", statuses, shown=set(statuses) != {"ok"}),
-    ]
+    yield Column("limited_by", "limited by", "fact", limited)
+    yield Column("status", "status", "fact", [run.status for run in runs], shown=True)
 
 
-def _metrics(runs: Sequence[Run]) -> list[Column]:
+def _metrics(runs: Sequence[Run]) -> Iterator[Column]:
     against = scaling(runs)
-    rows = [run.row for run in runs]
-    found = []
     for key, page in ((column.key, column.page) for column in COLUMNS if column.page):
-        values = [row[key] for row in rows]
+        values = [run.row[key] for run in runs]
         if key in ("speedup", "efficiency"):
             values = [getattr(against[run], key) if run in against else None for run in runs]
         if key.startswith("exposed_"):
             values = [x if run.ok and (run.world_size or 0) > 1 else None for x, run in zip(values, runs, strict=True)]
         which, also = key.removesuffix("_ms"), None
         if which in (*PASSES, "optimizer"):
-            also = {"spread": f"{which}_iqr", "low": f"{which}_low", "high": f"{which}_high"}
-            found += _spreads(runs, which, also)
+            also = {about: f"{which}_{about}" for about in ("spread", "low", "high")}
+            times = [run.passes.get(which) if run.ok else None for run in runs]
+            ends = [spread(run, which) if run.ok and which in run.passes else None for run in runs]
+            iqr = [_short(of.iqr_over_median, 3) if of and of.n > 1 else None for of in times]
+            yield Column(also["spread"], f"{which} IQR", "spread", iqr, "percent")
+            for i, about in enumerate(("low", "high")):
+                yield Column(
+                    also[about], f"{which} {about}", "spread", [_short(pair[i]) if pair else None for pair in ends]
+                )
         title = rate_title(runs) if key == "tflops_per_device" else page.title
-        short = [_short(value) for value in values]
-        found.append(Column(key, title, "metric", short, page.format, page.better, page.shown, also))
-    return found
+        yield Column(
+            key, title, "metric", [_short(value) for value in values], page.format, page.better, page.shown, also
+        )
 
 
-def _spreads(runs: Sequence[Run], which: str, keys: Mapping[str, str]) -> list[Column]:
-    """IQR over median and the ends of the interval of the median, of a pass."""
-    times = [run.passes.get(which) if run.ok else None for run in runs]
-    ends = [spread(run, which) if found else None for run, found in zip(runs, times, strict=True)]
-    iqr = [_short(found.iqr_over_median, 3) if found and found.n > 1 else None for found in times]
-    return [
-        Column(keys["spread"], f"{which} IQR", "spread", iqr, "percent"),
-        Column(keys["low"], f"{which} low", "spread", [_short(pair[0]) if pair else None for pair in ends]),
-        Column(keys["high"], f"{which} high", "spread", [_short(pair[1]) if pair else None for pair in ends]),
-    ]
-
-
-def _details(runs: Sequence[Run], out: Path) -> list[Column]:
-    configs = [flat(run.result.config) for run in runs]
-    places = [environment_facts(run) | {"started": _date(run.environment.started_at)} for run in runs]
-    places = [{title: text or None for title, text in found.items()} for found in places]
+def _details(runs: Sequence[Run], out: Path) -> Iterator[Column]:
     about: dict[str, Callable[[Run], Any]] = {
         "name": lambda run: run.result.name,
         "reason": lambda run: run.result.reason,
         "log": log_tail,
         "command": command,
         "files": lambda run: files(run, out) or None,
+        "changed": lambda run: changed(run.result),
     }
-    return [
-        *(Column(key, key, "about", [value(run) for run in runs]) for key, value in about.items()),
-        *_of_dicts("config", configs),
-        *_of_dicts("environment", places),
-    ]
+    for key, value in about.items():
+        yield Column(key, key, "about", [value(run) for run in runs])
+    places = [environment_facts(run) | {"started": _date(run.environment.started_at)} for run in runs]
+    for group, dicts in (("config", [flat(run.result.config) for run in runs]), ("environment", places)):
+        for key in dict.fromkeys(key for values in dicts for key in values):
+            yield Column(f"{group}.{key}", key, group, [values.get(key) or None for values in dicts])
 
 
-def _of_dicts(group: str, found: Sequence[Mapping[str, Any]]) -> list[Column]:
-    keys = dict.fromkeys(key for values in found for key in values)
-    return [Column(f"{group}.{key}", key, group, [values.get(key) for values in found]) for key in keys]
+def changed(result: Result) -> list[str]:
+    """The keys of a configuration whose values differ from the defaults: those of the schema and of the chosen groups."""
+    config = flat(result.config)
+    defaults = dict(_defaults(None, ""))
+    for group in ("attention", "timing", "dtype", "hardware", "config"):
+        name = result.config.get("config") if group == "config" else result.group(group).get("name")
+        defaults |= _defaults(group, str(name or result.group(group).get("method")))
+    for key in config.keys() - defaults.keys():  # `auto` and `none` are the members that a group has by default
+        defaults[key] = "auto" if config[key] == "auto" else "none"
+    return [key for key, text in config.items() if defaults[key] != text and not key.startswith(("output", "resume"))]
+
+
+@cache
+def _defaults(group: str | None, name: str) -> dict[str, str]:
+    """The values that the file of a group's member sets, flat; without a group, those of the schema."""
+    if group is None:
+        values = flat(OmegaConf.to_container(OmegaConf.structured(RunConf)))  # type: ignore[arg-type]
+        return {key: text for key, text in values.items() if text != MISSING}
+    path = Path(str(resources.files("runner.conf"))) / group / f"{name}.yaml"
+    chosen: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    return flat(chosen, "" if group == "config" else f"{group}.")
 
 
 def flat(value: Mapping[str, Any], above: str = "") -> dict[str, str]:
     """A nested configuration as `group.key` to text, without those that are null."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for key, below in value.items():
         if isinstance(below, Mapping):
-            found |= flat(below, f"{above}{key}.")
+            texts |= flat(below, f"{above}{key}.")
         elif below is not None:
-            found[f"{above}{key}"] = below if isinstance(below, str) else json.dumps(below)
-    return found
+            texts[f"{above}{key}"] = below if isinstance(below, str) else json.dumps(below)
+    return texts
 
 
 def command(run: Run) -> str | None:

@@ -8,12 +8,12 @@ from itertools import accumulate
 
 from attention.geometry import counts
 from attention.geometry.counts import Shapes
+from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.config.variants import ONE_RANK
-from runner.costs import links, rates
 from runner.costs.choice import Candidate, Duration, Task
 from runner.costs.hardware import Machine, ceilings
-from runner.costs.model import estimate, task_of
+from runner.costs.model import estimate
 from runner.report.runs import Run
 
 PASSES = ("forward", "backward")
@@ -34,9 +34,8 @@ def task(run: Run) -> Task:
     lengths = None if isinstance(work.seqlens, str) else work.seqlens
     cu_seqlens = [0, work.seq_len] if not lengths else list(accumulate(lengths, initial=0))
     backward = run.mode == "forward_backward"
-    return task_of(
-        cu_seqlens, run.world_size, shapes, bool(work.causal), work.window, bool(lengths), backward, work.q_len
-    )
+    mask = Band.of(bool(work.causal), work.window)
+    return Task(tuple(cu_seqlens), run.world_size, mask, shapes, bool(lengths), backward, work.q_len)
 
 
 def machine(run: Run) -> Machine:
@@ -48,10 +47,8 @@ def machine(run: Run) -> Machine:
     measured = run.result.ceilings
     return Machine(
         "" if cpu else run.gpu or "",
-        lambda masks: kernel,
+        kernel,
         (transport,),
-        rates.table(),
-        links.table(),
         device="cpu" if cpu else "cuda",
         ceilings=ceilings(measured, "cpu") if cpu and measured else None,
         graphed=replayed or run.timing == "cudagraph",
@@ -95,7 +92,7 @@ def points(runs: Iterable[Run]) -> list[Point]:
         try:
             candidate, asked = Candidate(name, VARIANTS[name].parse(run.options)), task(run)
             candidate.options.check(asked.shapes.heads, asked.shapes.kv_heads, asked.world)
-            made = estimate(candidate, asked, machine(run), run.kernel or "", run.transport or "symm")
+            made = estimate(candidate, asked, machine(run), run.transport or "symm")
         except ODD_OPTIONS:
             continue
         for which, model in zip(PASSES, made.both, strict=False):

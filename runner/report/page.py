@@ -15,7 +15,8 @@ from runner.output.results import finite, write_text
 from runner.report import charts, tables
 from runner.report.entries import columns
 from runner.report.parts import Part, parts
-from runner.report.runs import read
+from runner.report.runs import WORKLOAD, read
+from runner.report.table import swept
 
 NAME = "report.html"
 
@@ -37,12 +38,14 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
     sweeps = [part.name for part in of for _ in part.runs]
     specs = [panel.spec for part in of for panel in part.panels]
     firsts = [sum(len(part.panels) for part in of[:i]) for i in range(len(of))]
-    data = {"count": len(runs), "columns": [column.plain() for column in columns(runs, sweeps, out)]}
+    every = columns(runs, sweeps, out)
+    data = {"count": len(runs), "workload": WORKLOAD, "columns": [column.plain() for column in every]}
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     return environment.get_template("page.html").render(
-        title=title,
+        title=swept(runs),
+        source=title,
         summary=_summary(of),
         style=Markup(_asset("page.css")),
         script=Markup("\n".join(map(_asset, ("page.js", "runs.js")))),

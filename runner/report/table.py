@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from runner.output.record import STATUSES
 from runner.output.summary import escaped, markdown_row
 from runner.report.labels import Varying, options_text, varying_options
-from runner.report.runs import FACTS, NONE_COUNTS, PHRASES, Run
+from runner.report.runs import FACTS, NONE_COUNTS, PHRASES, Run, sortable
 
 BEST = "**{}**"
+MOST_SWEPT = 5  # facts of a title, and values of a fact
 NOISY = "`!`: noisy, the interquartile range is above 5% of the median."
 
 
@@ -80,6 +81,19 @@ def differing(runs: Sequence[Run]) -> list[str]:
     texts = {key: {fact(run, key, varying) for run in runs} for key in FACTS}
     found = [key for key in FACTS if len(texts[key] - (set() if key in NONE_COUNTS else {""})) > 1]
     return found or ["attention"]
+
+
+def swept(runs: Sequence[Run]) -> str:
+    """What the runs differ in, in a line: the variants, then the first few other facts."""
+    variants = dict.fromkeys(run.attention for run in runs if run.attention)
+    parts = [", ".join(variants) if len(variants) <= MOST_SWEPT else f"{len(variants)} variants"]
+    for key in [key for key in differing(runs) if key not in ("attention", "options", "gpu")][: MOST_SWEPT - 1]:
+        values = sorted({value for run in runs if (value := getattr(run, key)) is not None}, key=sortable)
+        texts = [f"{value:,}" if isinstance(value, int) else str(value) for value in values]
+        numbers = all(isinstance(value, int) for value in values)
+        many = f"{texts[0]} to {texts[-1]}" if numbers else f"{len(texts)} values of {FACTS[key]}"
+        parts.append(PHRASES.get(key, "{}").format(", ".join(texts) if len(texts) <= MOST_SWEPT else many))
+    return "; ".join(parts)
 
 
 def in_common(runs: Sequence[Run]) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runner.check import reference
-from runner.check.reference import Seen, SeenRectangles
+from runner.check.reference import Seen
 from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
@@ -40,7 +40,7 @@ def test_memory_of_the_reference_grows_linearly():
         for n in OF_REFERENCE:
             rectangles = torch.tensor(memory.growing(n)[number].rectangles(n))
             q, k, v, dout = (torch.randn(n, heads, 16) for heads in (2, 1, 1, 2))
-            seen = SeenRectangles(rectangles, Seen.band((n,), (n,)))
+            seen = Seen.band((n,), (n,), rectangles=rectangles)
             with memory.Live({x.untyped_storage().data_ptr() for x in (q, k, v, dout)}) as live:
                 reference.attend(q, k, v, dout, seen, 0.25, scores=1 << 18)
             found.append(live.peak)

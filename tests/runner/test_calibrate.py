@@ -1,5 +1,6 @@
 """`python -m runner.calibrate`: the rates of kernels, from results of one GPU."""
 
+from dataclasses import replace
 from itertools import accumulate, product
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 from attention.geometry.counts import Shapes
 from runner import calibrate
 from runner.costs import rates
-from runner.costs.model import task_of
+from runner.costs.choice import Task
 from runner.costs.rates import CallClass
 from runner.report import runs
 
@@ -26,11 +27,9 @@ def test_every_class_is_that_of_the_call_that_represents_it():
         tokens = rates.TOKENS[call.length]
         lengths, mask = rates.sequences(call, tokens), rates.mask_of(call, tokens)
         shapes = Shapes(1, 32, 32 if call.heads == "mha" else 8, call.head_dim, 2)
-        window = (tokens // 4, 0) if mask.windowed else (-1, -1)
-        packed = call.layout == "packed"
-        made = task_of(list(accumulate(lengths, initial=0)), 1, shapes, mask.causal, window, packed)
-        assert calibrate.call_class(made) == call
-        assert calibrate.call_class(task_of((0, tokens + 1), 1, shapes, mask.causal, window, packed)) is None
+        task = Task(tuple(accumulate(lengths, initial=0)), 1, mask, shapes, call.layout == "packed")
+        assert calibrate.call_class(task) == call
+        assert calibrate.call_class(replace(task, cu_seqlens=(0, tokens + 1))) is None
 
 
 def test_the_packages_table_is_what_the_programs_own_results_give():

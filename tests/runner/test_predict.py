@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from attention.geometry.counts import Shapes
+from attention.masks.band import FULL
 from attention.variants.registry import VARIANTS
-from runner.costs.choice import Candidate
+from runner.costs.choice import Candidate, Task
 from runner.costs.hardware import Ceilings, Machine
 from runner.costs.links import Link
-from runner.costs.model import estimate, task_of
+from runner.costs.model import estimate
 from runner.predict import command, topologies, validation
 from runner.predict.command import predicted
 from runner.report import runs
@@ -38,7 +39,7 @@ def test_four_gpus_are_predicted_from_fewer_within_a_tenth(measured):
 def test_the_stored_errors_and_the_document_are_those_of_the_results(measured):
     found = validation.validate(measured)
     assert found == validation.stored(), "run `python -m runner.predict --validate results --write`"
-    assert command.validation_table(found) in (ROOT / "docs/predict.md").read_text()
+    assert found.markdown in (ROOT / "docs/predict.md").read_text()
 
 
 def test_results_of_one_world_size_validate_nothing(measured):
@@ -81,6 +82,14 @@ def test_every_topology_predicts(name):
     assert found[0].ms > 0 and found[0].peak_bytes > 0
 
 
+def test_a_mask_by_name_is_predicted_as_its_window():
+    (named,), (plain,) = (
+        predicted(["config=llama3_8b", "world_size=8", "attention=ring", *asked])[0]
+        for asked in (["mask=sliding_window", "mask.left=4096"], ["causal=true", "window=[4096,0]"])
+    )
+    assert named.ms == plain.ms
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -112,8 +121,8 @@ def test_a_gloo_world_takes_what_its_own_rates_and_links_predict(in_world, world
     found = in_world(prediction.measured, world, tokens=512, heads=4, head_dim=64)[0]
     shapes = Shapes(1, 4, 4, 64, 4)
     rates = Ceilings(found["tflops"], found["copy_gb_s"], Link(found["gb_s"], found["latency_us"]))
-    machine = Machine("", lambda masks: "sdpa_flash", ("gloo",), device="cpu", ceilings=rates)
-    task = task_of((0, 512 * world), world, shapes, causal=False, backward=False)
+    machine = Machine("", "sdpa_flash", ("gloo",), device="cpu", ceilings=rates)
+    task = Task((0, 512 * world), world, FULL, shapes, backward=False)
     candidate = Candidate("ring", VARIANTS["ring"].parse({}))
-    ms = estimate(candidate, task, machine, "sdpa_flash", "gloo").ms
+    ms = estimate(candidate, task, machine, "gloo").ms
     assert found["ms"] / 4 < ms < found["ms"] * 4, found

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from runner.report import charts, page
-from runner.report.entries import columns, command, flat, log_tail, packed
+from runner.report.entries import changed, columns, command, flat, log_tail, packed
 from runner.report.parts import parts
 from runner.report.runs import Run, read
+from runner.report.table import swept
 from tests.support.recorded import result, written
 
 RESULTS = Path(__file__).parents[3] / "results"
@@ -73,6 +74,13 @@ def test_the_numbers_of_the_table_are_those_of_the_results():
     assert found["total_ms"] == pytest.approx([run.ms("total") for run in runs], rel=1e-4)
     assert found["peak_bytes"] == [run.result.peak_bytes for run in runs]
     assert found["total_low"] == pytest.approx([run.passes["total"].ci95[0] for run in runs], rel=1e-4)
+
+
+def test_a_title_is_what_was_swept_and_details_show_what_is_no_default():
+    runs = read([RESULTS / "h200-x4" / "speed"])
+    assert swept(runs) == "7 variants; S = 8,192, 32,768, 131,072; kernel flash4, sdpa_cudnn"
+    ring = next(run for run in runs if run.attention == "zigzag")
+    assert changed(ring.result) == ["kernel.name", "seq_len", "baseline"]
 
 
 def test_json_in_a_script_can_not_end_it():
