@@ -188,7 +188,7 @@ def _main() -> int:
 def _joined(found: Any) -> int:
     """The program as one of several processes."""
     from runner.config import place
-    from runner.launch import endpoint, join, processes
+    from runner.launch import parents, processes
 
     try:
         if found.launcher == "torchrun":  # which puts this process into a session of its own
@@ -196,8 +196,8 @@ def _joined(found: Any) -> int:
         if not found.is_head:
             return _follow(found)
         place.join(found)
-        head = join.Head(found)
-    except endpoint.Unusable as error:
+        head = parents.Head(found)
+    except parents.Unusable as error:
         print(f"invalid: {error}", file=sys.stderr)
         return 2
     status = 1
@@ -210,7 +210,7 @@ def _joined(found: Any) -> int:
 
 def _follow(found: Any) -> int:
     from runner.config.values import Terminated
-    from runner.launch.follow import follow
+    from runner.launch.parents import follow
 
     stops = Stops()
     try:

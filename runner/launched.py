@@ -13,8 +13,7 @@ from omegaconf import DictConfig, open_dict
 from runner import app, environment
 from runner.config import place, resolve
 from runner.config.values import Refused
-from runner.launch import join
-from runner.launch.follow import follow
+from runner.launch.parents import Head, follow
 from runner.output import reader, summary
 
 PLUGINS = {  # by launcher: the package that brings it, and our extra
@@ -57,7 +56,7 @@ def execute(cfg: DictConfig) -> None:
     if found is not None and not found.is_head:
         follow(found)
         return
-    head = None if found is None else join.Head(found)
+    head = None if found is None else Head(found)
     place.join(found)
     app.pool.head = head
     try:

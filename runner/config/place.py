@@ -27,9 +27,10 @@ class Place:
     local: int  # this process's number on its node
     nodes: int
     host: str  # of process 0
-    port: int  # where process 0 listens
+    port: int  # where processes meet at a store
     job: str  # names what was launched together, so that two launches do not mix
-    store: str | None = None  # HOST:PORT of torchrun's store, through which process 0 says where it listens
+    variable: str = "RANK"  # by which a process is known as one of several
+    has_store: bool = False  # torchrun serves the store; else process 0 does
     whole_node: bool = False  # one process a node starts all ranks of the node
 
     @property
@@ -131,10 +132,10 @@ def _torchrun(environ: Environ) -> Place | None:
         processes=world,
         local=_number(environ, "LOCAL_RANK", 0),
         nodes=nodes,
-        host=LOOPBACK if nodes == 1 else host,
-        port=_port({} if shared else environ, job),
+        host=LOOPBACK if nodes == 1 and not shared else host,
+        port=_port(environ, job),
         job=job,
-        store=f"{host}:{port}" if shared and nodes > 1 else None,
+        has_store=shared,
     )
 
 
@@ -147,7 +148,9 @@ def _slurm(environ: Environ) -> Place | None:
     listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
     host = LOOPBACK if nodes == 1 else environ.get("MASTER_ADDR") or first_host(listed)
     process, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0)
-    return Place("srun", process, tasks, local, nodes, host, _port(environ, job), job, whole_node=nodes == tasks)
+    return Place(
+        "srun", process, tasks, local, nodes, host, _port(environ, job), job, "SLURM_PROCID", whole_node=nodes == tasks
+    )
 
 
 def first_host(listed: str) -> str:
@@ -170,7 +173,18 @@ def _open_mpi(environ: Environ) -> Place | None:
             f"OMPI_COMM_WORLD_SIZE={size}: on {nodes} nodes; say where rank 0 is by mpirun -x MASTER_ADDR=HOST"
         )
     process, local = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-    return Place("mpirun", process, size, local, nodes, host, _port(environ, job), job, whole_node=nodes == size)
+    return Place(
+        "mpirun",
+        process,
+        size,
+        local,
+        nodes,
+        host,
+        _port(environ, job),
+        job,
+        "OMPI_COMM_WORLD_RANK",
+        whole_node=nodes == size,
+    )
 
 
 def _skypilot(environ: Environ) -> Place | None:
@@ -182,7 +196,9 @@ def _skypilot(environ: Environ) -> Place | None:
     if not host:
         raise InvalidConfig(f"SKYPILOT_NUM_NODES={nodes}: needs SKYPILOT_NODE_IPS, which SkyPilot sets")
     process = _number(environ, "SKYPILOT_NODE_RANK")
-    return Place("skypilot", process, nodes, 0, nodes, host, _port(environ, job), job, whole_node=True)
+    return Place(
+        "skypilot", process, nodes, 0, nodes, host, _port(environ, job), job, "SKYPILOT_NODE_RANK", whole_node=True
+    )
 
 
 def _submitit(environ: Environ) -> Place | None:
@@ -191,4 +207,4 @@ def _submitit(environ: Environ) -> Place | None:
         return None
     tasks, process = _number(environ, "SUBMITIT_LOCAL_NTASKS"), _number(environ, "SUBMITIT_LOCAL_GLOBALID")
     job = f"submitit/{environ.get('SUBMITIT_LOCAL_JOB_ID', '')}"
-    return Place("submitit", process, tasks, process, 1, LOOPBACK, _port({}, job), job)
+    return Place("submitit", process, tasks, process, 1, LOOPBACK, _port({}, job), job, "SUBMITIT_LOCAL_NTASKS")

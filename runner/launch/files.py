@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class WorldSpec:
     world_size: int
     device: str
     nodes: int = 1
-    agents: int = 1  # processes that start an equal share of the ranks each
+    agents: int = 1  # processes that start an equal share of the ranks
     start_timeout_s: float = 300.0
     share_gpu: bool = False  # all ranks on the first GPU
     env: tuple[tuple[str, str], ...] = ()  # more environment variables of the ranks
@@ -44,24 +44,65 @@ class WorldSpec:
 
 
 @dataclass(frozen=True)
+class Part:
+    """The share of a world that one process starts."""
+
+    spec: WorldSpec
+    process: int = 0
+    first_local: int = 0  # the number of its first rank on the node
+    # host, port and prefix of the store where the world's ranks meet; None: in a file of the folder, where one process
+    # starts all ranks, since any user of the machine can reach a port
+    store: tuple[str, int, str] | None = None
+
+    @property
+    def ranks(self) -> range:
+        count = self.spec.world_size // self.spec.agents
+        return range(self.process * count, (self.process + 1) * count)
+
+    @property
+    def seen(self) -> range:
+        """The ranks whose files are in its folder: process 0 gets a copy of all."""
+        return self.ranks if self.process else range(self.spec.world_size)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Part:
+        plain = json.loads(text)
+        return Part(**plain | {"spec": WorldSpec.of(plain["spec"])})
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file so that a reader never sees a part of it."""
+    scratch = path.with_name(f".{path.name}")
+    scratch.write_text(text)
+    scratch.replace(path)
+
+
+@dataclass(frozen=True)
 class WorldFiles:
     folder: Path
     ranks: range  # that write into it, or whose files are mirrored there
 
     def states(self) -> list[State]:
         """The state that each rank wrote last."""
-        found = [self._json(f"rank{rank}.state") for rank in self.ranks]
-        return [state for state in found if state is not None]
+        states = [self._json(f"rank{rank}.state") for rank in self.ranks]
+        return [state for state in states if state is not None]
 
-    def failures(self) -> list[dict[str, Any]] | None:
-        """rank, exitcode and time of the ranks that failed, the first one first; None where the agent named none."""
-        found = [self._json(path.name) for path in self.folder.glob("failures*.json")]
-        return sorted((one for failures in found if failures for one in failures), key=lambda one: one["time"]) or None
+    def failures(self) -> list[dict[str, Any]]:
+        """rank, exitcode and time of the ranks that failed, the first one first."""
+        failures = [one for path in self.folder.glob("failures-*.json") for one in self._json(path.name) or ()]
+        return sorted(failures, key=lambda one: one["time"])
+
+    def reply(self, job: int) -> dict[str, Any] | None:
+        """Rank 0's reply to a job; None before all ranks have ended it."""
+        return self._json(f"reply{job}.json")
 
     def left(self) -> str | None:
         """Which process of the world left; None where none did."""
         with contextlib.suppress(OSError):
-            return (self.folder / "left").read_text().strip()
+            return (self.folder / "left").read_text()
         return None
 
     def _json(self, name: str) -> Any:
@@ -87,7 +128,7 @@ class WorldFiles:
 
     def agent_tail(self) -> list[str]:
         """The end of an agent's log."""
-        for path in [*sorted(self.folder.glob("agent-*.log")), self.folder / "agent.log"]:
+        for path in sorted(self.folder.glob("agent-*.log"), reverse=True):
             with contextlib.suppress(OSError):
                 if lines := path.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
                     return lines

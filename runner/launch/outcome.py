@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 from runner.launch.files import State, WorldFiles, WorldSpec
 from runner.launch.processes import is_stopped
 
-UNKNOWN = 255  # multiprocessing's exit code of a process whose fork server is gone
-
 
 @dataclass
 class Outcome:
@@ -122,7 +120,7 @@ class Diagnosis:
     def ended(self, agent_status: int) -> Outcome:
         """The agent has ended: find the rank that failed first."""
         failures = self.files.failures()
-        if failures is None:
+        if not failures:
             return self._agent_ended(agent_status)
         states = {state["rank"]: state for state in self.files.states()}
         raised = {rank: state for rank, state in states.items() if state.get("error")}
@@ -150,10 +148,6 @@ class Diagnosis:
         """A rank that ended without an exception of its own."""
         rank, code = failure["rank"], failure["exitcode"]
         phase = states.get(rank, {}).get("phase", None if code < 0 else "start")
-        if code == UNKNOWN:
-            reason = f"the process that the ranks were forked off was killed in phase {phase}"
-            hint = f"the kernel's out-of-memory killer does that (or rank {rank} ended with exit code {UNKNOWN})"
-            return self._failed("crash", f"{reason}; {hint}", None, phase, [])
         reason = f"rank {rank} ended with exit code {code} in phase {phase}"
         if code < 0:
             name = _signal_name(-code)

@@ -12,7 +12,7 @@ from runner.launch.outcome import Outcome
 from runner.launch.worlds import Job, Progress, World
 
 if TYPE_CHECKING:
-    from runner.launch.join import Head
+    from runner.launch.parents import Head
 
 AGENT_FILES, RANK_FILES = 40, 4  # open files that an agent needs, and for each rank of its world
 

@@ -48,13 +48,6 @@ def is_tracker(pid: int) -> bool:
     return False
 
 
-def belongs(pid: int, folder: Path) -> bool:
-    """Whether a process is still a rank of the world in `folder`, and not a later process with the same number."""
-    with contextlib.suppress(OSError):
-        return str(folder).encode() in Path(f"/proc/{pid}/environ").read_bytes()
-    return False
-
-
 def _state(pid: int) -> str | None:
     """The kernel's letter for the state of a process; None where there is none."""
     with contextlib.suppress(OSError, IndexError):

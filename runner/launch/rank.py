@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import importlib
@@ -17,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.launch.files import Part, write
 from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
@@ -57,9 +57,7 @@ class Rank:
         self.phase, self.entered = phase, now
         state = {"rank": self.rank, "pid": os.getpid(), "job": self.job, "phase": phase, "since": time.monotonic()}
         state |= {"expected_s": expected_s, "waiting": waiting, "note": note, **self.facts}
-        path = self.folder / f"rank{self.rank}.state"
-        path.with_suffix(".tmp").write_text(json.dumps(state))
-        path.with_suffix(".tmp").replace(path)
+        write(self.folder / f"rank{self.rank}.state", json.dumps(state))
         if self.fault is not None:
             _provoke(self, self.fault)
 
@@ -83,75 +81,84 @@ class Rank:
         dist.barrier(group=self.control)
 
 
-def live(folder: str, device_type: str, share_gpu: bool, first_local: int, in_file: bool) -> None:
-    """The entry point of a rank process. in_file: the ranks find each other through a file of the folder, not by
-    MASTER_ADDR and MASTER_PORT."""
+def live(part: Part, rank: int, folder: Path) -> NoReturn:
+    """The life of a rank process, which an agent has just forked."""
     die_with_parent()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # these end a rank at once
         signal.signal(number, signal.SIG_DFL)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local = first_local + int(os.environ["LOCAL_RANK"])
-    os.environ["LOCAL_RANK"] = str(local)
-    log = os.open(Path(folder) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+    status = 1
     try:
-        _live(rank, world, local, Path(folder), device_type, share_gpu, in_file)
-    except BaseException as error:  # otherwise the elastic launch leaves a file behind
-        try:
-            if _remote_rank_gone(str(error)):
-                time.sleep(SETTLE_S)
-            traceback.print_exc()  # raises on a full disk
-        finally:
-            _end(1)
-    # the agent waits for this function's return; after that, an orderly teardown of NCCL would take seconds for nothing
-    atexit.register(_end)
+        me = _join(part, rank, folder)
+        me.say("idle")
+        _work(me)
+        me.barrier()  # a rank that leaves early breaks the connections of the others
+        status = 0
+    except BaseException as error:
+        if _remote_rank_gone(str(error)):
+            time.sleep(SETTLE_S)
+        traceback.print_exc()  # raises on a full disk
+    finally:
+        _end(status)
 
 
-def _live(rank: int, world: int, local: int, folder: Path, device_type: str, share_gpu: bool, in_file: bool) -> None:
-    if device_type == "cpu":
+def _join(part: Part, rank: int, folder: Path) -> Rank:
+    """This rank, once all of its world are there."""
+    world, share_gpu = part.spec.world_size, part.spec.share_gpu
+    local = part.first_local + rank - part.ranks[0]
+    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": len(part.ranks)}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    if part.spec.device == "cpu":
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cores() // world))
     else:
         device = torch.device("cuda", 0 if share_gpu else local % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    meeting: dict[str, Any] = {"timeout": FOREVER}
-    if in_file:
-        meeting |= {"store": dist.FileStore(str(folder / "store"), world), "rank": rank, "world_size": world}
-        meeting["store"].set_timeout(FOREVER)
-    if device_type == "cpu" or share_gpu:  # NCCL refuses two ranks on one GPU
-        dist.init_process_group("gloo", **meeting)
+    store: dist.Store
+    if part.store is None:
+        store = dist.FileStore(str(folder / "store"), world)
     else:
-        dist.init_process_group("nccl", device_id=device, **meeting)
-    me = Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
-    me.say("idle")
-    _work(me)
-    me.barrier()  # a rank that leaves early breaks the connections of the others
+        host, port, prefix = part.store
+        store = dist.PrefixStore(prefix, dist.TCPStore(host, port, is_master=False, wait_for_workers=False))
+    store.set_timeout(FOREVER)
+    by_gloo = device.type == "cpu" or share_gpu  # NCCL refuses two ranks on one GPU
+    dist.init_process_group(
+        "gloo" if by_gloo else "nccl",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=FOREVER,
+        device_id=None if by_gloo else device,
+    )
+    return Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
 
 
-def _end(status: int = 0) -> None:
+def _end(status: int) -> NoReturn:
     try:
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(status)  # no orderly end: it could wait for other ranks
+        os._exit(status)  # no orderly end: it could wait for other ranks, and that of NCCL takes seconds
 
 
 def _work(me: Rank) -> None:
     jobs = (me.folder / "jobs").open() if me.rank == 0 else None
     while True:
-        message = json.loads(jobs.readline() or '{"job": 0, "target": "stop"}') if jobs else None
+        message = None
+        if jobs is not None and jobs.readline() == "job\n":
+            message = json.loads((me.folder / "job.json").read_text())
         message = me.agree(message)
-        if message["target"] == "stop":
+        if message is None:
             return
         me.job, me.facts, me.stages = message["job"], {}, {}
         reply = _one(me, message["target"], message["arguments"])
         me.say("idle")
         if me.rank == 0:
-            with (me.folder / "replies").open("w") as replies:
-                replies.write(json.dumps({"job": me.job, **reply}) + "\n")
+            write(me.folder / f"reply{me.job}.json", json.dumps(reply))
 
 
 def _one(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -1,35 +1,25 @@
-"""Worlds: groups of rank processes that stay warm between runs. The program starts an agent process
-(runner.launch.node), which starts the ranks, sends jobs to rank 0 through a named pipe and reads the replies from a
-second one. Whatever happens to a rank comes back as an `Outcome`."""
+"""Worlds: groups of rank processes that stay warm between runs. The program starts an agent (runner.launch.agent), which
+forks the ranks. It sends jobs to rank 0 through a named pipe; all else that ranks tell are files of the world's folder.
+Whatever happens to a rank comes back as an `Outcome`."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
-import select
-import shutil
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
-from runner.launch import endpoint
-from runner.launch.files import State, WorldFiles, WorldSpec
+from runner.launch.agent import POLL_S, Agent
+from runner.launch.files import Part, State, WorldSpec, write
 from runner.launch.outcome import Diagnosis, Outcome, silent
-from runner.launch.ownership import own_folder, remove_abandoned
-from runner.launch.processes import belongs, cores, is_tracker, lives, process_group, search_path
+from runner.launch.processes import lives
 
 if TYPE_CHECKING:
-    from runner.launch.join import Head
+    from runner.launch.parents import Head
 
-POLL_S = 0.02
 STOPPED_S = 1.0  # beyond this, time between two polls is time in which this program was stopped, and its ranks with it
-STOP_S = 3.0
 AGENT_S = 10.0  # time for an agent to report how a dead rank ended
 Progress = Callable[[list[State]], None]
 Job = Callable[..., Any] | str  # a module's function, or "module:function" if this process must not import it
@@ -41,49 +31,17 @@ class World:
     def __init__(self, spec: WorldSpec, head: Head | None = None):
         self.spec = spec
         self.head = head if spec.agents > 1 else None
-        remove_abandoned()
-        self.folder, self.owned = own_folder()
-        self.files = WorldFiles(self.folder, range(spec.world_size))
+        self.agent = Agent(self.head.part(spec) if self.head else Part(spec))
+        self.folder, self.files = self.agent.folder, self.agent.files
+        if self.head is not None:
+            self.head.start(spec, self.folder)
         self.jobs = 0
         self.alive = True
-        try:
-            self._start()
-        except BaseException:  # Ctrl-C, too
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self.owned)
-            raise
-
-    def _start(self) -> None:
-        spec = self.spec
-        os.mkfifo(self.folder / "jobs")
-        os.mkfifo(self.folder / "replies")
-        # O_RDWR on both pipes, so that no open, here or in rank 0, waits for the other process
-        self.replies = os.open(self.folder / "replies", os.O_RDWR | os.O_NONBLOCK)
-        self.buffer = b""
-        self.log = (self.folder / "agent.log").open("wb")
-        plain: dict[str, Any] = asdict(spec) | {"agent": 0, "first_local": 0, "store": None}
-        if self.head is None:
-            self.agent = start_node(spec, plain, self.folder, self.log)
-        else:
-            with endpoint.listen(None if spec.nodes == 1 else self.head.host) as listener:
-                descriptor, (own_host, port) = listener.fileno(), endpoint.local(listener)
-                plain["store"] = own_host, port, descriptor
-                self.agent = start_node(spec, plain, self.folder, self.log, (descriptor,))
-            self.number = self.head.open(spec, self.folder, (self.head.host, port))
-        self.pipe = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
-        self.unsent = b""
-
-    def pids(self) -> list[int]:
-        return [state["pid"] for state in self.files.states() if state["pid"]]
 
     def ended(self) -> int | None:
         """The exit status of the first agent that ended; None while all are alive."""
-        if self.head is not None:
-            self.head.poll()
-            others = self.head.ended(self.number)
-            if others is not None:
-                return others
-        return self.agent.poll()
+        others = self.head.ended(self.folder) if self.head is not None else None
+        return self.agent.process.poll() if others is None else others
 
     def call(
         self,
@@ -99,8 +57,9 @@ class World:
         assert self.alive, "this world is gone"
         target, offsets = job_name(job), self.files.log_sizes()
         self.jobs += 1
-        self.unsent = json.dumps({"job": self.jobs, "target": target, "arguments": arguments}).encode() + b"\n"
         try:
+            write(self.folder / "job.json", json.dumps({"job": self.jobs, "target": target, "arguments": arguments}))
+            self.agent.tell("job")
             outcome = self._await(timeout_s, progress)
         finally:
             if log is not None:
@@ -115,15 +74,14 @@ class World:
         called = polled = time.monotonic()
         stopped, died = 0.0, None
         while True:
-            self._send()
             ended = self.ended()
-            joined = self.head.joined(self.number) if self.head else 1
-            why_lost = Diagnosis(self.spec, self.files, self.jobs, joined)
-            reply = self._read_reply()  # after `ended`: a reply may come just before the agent's end
+            reply = self.files.reply(self.jobs)  # after `ended`: a reply may come just before the agent's end
             if reply is not None:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
+            why_lost = Diagnosis(self.spec, self.files, self.jobs, self.head.joined(self.spec) if self.head else 1)
             if ended is not None:
                 return why_lost.ended(ended)
+            time.sleep(POLL_S)
             before, polled = polled, time.monotonic()
             stopped += max(0.0, polled - before - STOPPED_S)
             now, states = polled - stopped, self.files.states()
@@ -138,116 +96,26 @@ class World:
             late = silent(self.spec, self.jobs, states, called, now, timeout_s)
             if late is not None:
                 if self.head is not None:
-                    self.head.request_stacks(self.number)
+                    self.head.request_stacks(self.folder)
                 return why_lost.timed_out(late)
-
-    def _send(self) -> None:
-        """Write as much of the job as the pipe takes. A long job exceeds the pipe's capacity, and rank 0 may never read it."""
-        if self.unsent:
-            with contextlib.suppress(BlockingIOError):
-                self.unsent = self.unsent[os.write(self.pipe, self.unsent) :]
-
-    def _read_reply(self) -> dict[str, Any] | None:
-        ready, _, _ = select.select([self.replies], [], [], POLL_S)
-        if ready:
-            with contextlib.suppress(BlockingIOError):
-                self.buffer += os.read(self.replies, 1 << 20)
-        while b"\n" in self.buffer:
-            line, self.buffer = self.buffer.split(b"\n", 1)
-            reply = json.loads(line)
-            if reply["job"] == self.jobs:
-                return reply
-        return None
 
     def ask_to_stop(self) -> None:
         """Ask idle ranks to end by themselves. Does not wait, so several worlds can end at once."""
         if self.alive:
-            with contextlib.suppress(OSError):
-                os.write(self.pipe, b'{"job": 0, "target": "stop"}\n')
+            self.agent.tell("stop")
 
     def close(self) -> None:
         """End every process of this world and remove its folder. Safe to call twice."""
         if not self.alive:
             return
-        pids = self.pids()
+        self.ask_to_stop()
         try:
-            self.ask_to_stop()
-            states = self.files.states()  # starting ranks do not listen yet
-            if len(states) == self.spec.world_size and all(state["phase"] == "idle" for state in states):
-                self.agent.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            pass
+            self.agent.stop()
         finally:  # even if Ctrl-C comes during the wait
             self.alive = False
             if self.head is not None:
-                self.head.close(self.number)
-            try:
-                self._kill(pids)
-            finally:
-                self._tidy()
-
-    def _tidy(self) -> None:
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.agent.wait(STOP_S)
-        finally:
-            for descriptor in (self.pipe, self.replies):
-                os.close(descriptor)
-            self.log.close()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            os.close(self.owned)
-
-    def _kill(self, pids: list[int]) -> None:
-        # Spare multiprocessing's resource tracker, even one just started: it unlinks the others' semaphores, then ends.
-        ranks = {pid for pid in pids if belongs(pid, self.folder)}
-        deadline = time.monotonic() + STOP_S
-        while group := set(process_group(self.agent.pid)) | ranks:
-            for pid in group:
-                with contextlib.suppress(OSError):
-                    if not is_tracker(pid):
-                        os.kill(pid, signal.SIGKILL)
-            if time.monotonic() > deadline:
-                break
-            ranks = set()
-            time.sleep(POLL_S)
-        with contextlib.suppress(OSError):
-            os.killpg(self.agent.pid, signal.SIGKILL)
-
-
-def start_node(
-    spec: WorldSpec, plain: dict[str, Any], folder: Path, log: IO[bytes], descriptors: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
-    """Start an agent (`runner.launch.node`). `plain`: the spec as plain data, with additions. The agent has its own session, so
-    that Ctrl-C reaches only this process."""
-    readable = {key: value for key, value in plain.items() if key != "env"}  # a command line, by every user
-    command = [sys.executable, "-P", "-m", "runner.launch.node", str(folder), json.dumps(readable)]
-    environment, null = node_environment(spec, folder), subprocess.DEVNULL
-    return subprocess.Popen(
-        command, stdin=null, stdout=log, stderr=log, env=environment, start_new_session=True, pass_fds=descriptors
-    )
-
-
-def node_environment(spec: WorldSpec, folder: Path) -> dict[str, str]:
-    """The environment variables of an agent and its ranks."""
-    environment = dict(os.environ)
-    if spec.device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(max(1, cores() // -(-spec.world_size // spec.nodes)))
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    if spec.share_gpu:
-        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    if spec.nodes == 1:  # refuse connections from other machines
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")
-    environment |= dict(spec.env)
-    environment["ATTENTION_LAUNCHER"] = str(os.getpid())
-    environment["ATTENTION_WORLD"] = str(folder)  # marks the ranks as this world's
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    # symmetric memory of external packages; the library's own never uses multicast
-    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    # later worlds reuse what FlashAttention-4 compiled
-    environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    environment["PYTHONPATH"] = search_path()
-    return environment
+                self.head.stop(self.folder)
+            self.agent.close()
 
 
 def job_name(job: Job) -> str:

@@ -28,13 +28,12 @@ def place(**variables):
 def test_torchruns_variables_are_a_place():
     found = place(**ELASTIC, RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2, GROUP_WORLD_SIZE=2)
     assert (found.launcher, found.process, found.processes, found.local, found.nodes) == ("torchrun", 3, 4, 1, 2)
-    assert (found.host, found.port, found.store, found.whole_node) == ("node0", 29500, None, False)
+    assert (found.host, found.port, found.has_store, found.whole_node) == ("node0", 29500, False, False)
 
 
-def test_where_torchrun_itself_listens_at_the_masters_port_process_0_listens_elsewhere():
-    shared = {**ELASTIC, "RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert place(**shared).store == "node0:29500"
-    assert place(**shared | {"LOCAL_WORLD_SIZE": 2}).port != 29500  # one node: the loopback
+def test_where_torchrun_serves_a_store_processes_meet_there():
+    shared = {**ELASTIC, "RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    assert (place(**shared).host, place(**shared).port, place(**shared).has_store) == ("node0", 29500, True)
 
 
 def test_sruns_variables_are_a_place():

@@ -1,24 +1,20 @@
 """Worlds: warm, and whatever can happen to a rank comes back as an outcome with nothing left behind."""
 
 import contextlib
-import json
-import math
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from runner.launch import endpoint, node, processes, worlds
-from runner.launch.files import WorldFiles, WorldSpec
+from runner.launch import agent, processes
+from runner.launch.files import Part, WorldFiles, WorldSpec
 from runner.launch.ownership import BOOT_ID, remove_abandoned
 from runner.launch.pool import Pool
 from runner.launch.worlds import World
@@ -87,7 +83,7 @@ def kill_when_working(world, pid, number=signal.SIGKILL):
 @pytest.fixture
 def patient(monkeypatch):
     """A world that does not end by itself is waited for so long that it shows, on a busy machine, too."""
-    monkeypatch.setattr("runner.launch.worlds.STOP_S", 30.0)
+    monkeypatch.setattr("runner.launch.agent.STOP_S", 30.0)
     return 15.0
 
 
@@ -99,7 +95,7 @@ def test_an_idle_world_ends_by_itself_at_once(patient):
     start = time.time()
     world.close()
     assert time.time() - start < patient
-    assert world.agent.returncode == 0
+    assert world.agent.process.returncode == 0
     assert gone(pids)
 
 
@@ -116,7 +112,9 @@ def test_a_world_that_is_still_starting_is_not_waited_for(after_s, patient):
 def test_a_command_line_holds_no_value_of_launch_env():
     world = World(WorldSpec(1, "cpu", env=(("NAME", "hidden"),)))
     try:
-        line, variables = (Path(f"/proc/{world.agent.pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        line, variables = (
+            Path(f"/proc/{world.agent.process.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
+        )
     finally:
         world.close()
     assert b"hidden" not in line and b"NAME=hidden" in variables
@@ -169,18 +167,8 @@ def test_a_killed_rank_is_a_crash_that_names_the_signal(world, number, name):
 def test_ranks_are_forked_off_a_process_without_other_threads(world):
     """What a thread holds at a fork no child can ever get."""
     (parent,) = set(world.call(faults.parents, {}).result)
-    assert parent != world.agent.pid
+    assert parent == world.agent.process.pid
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
-    assert b"runner.launch.node" in Path(f"/proc/{parent}/cmdline").read_bytes()  # a fork, which imports nothing again
-
-
-@pytest.mark.slow
-def test_where_what_forks_the_ranks_is_killed_no_rank_is_blamed(world):
-    (parent,) = set(world.call(faults.parents, {}).result)
-    kill_when_working(world, parent)
-    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
-    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", None, "working")
-    assert "forked off was killed" in outcome.reason
 
 
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
@@ -199,14 +187,14 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
         pids = [pid for job in (faults.pids, faults.parents) for pid in world.call(job, {}).result]
         assert world.folder.parent == tmp_path
         if how == "killed":
-            os.kill(world.agent.pid, signal.SIGKILL)
+            os.kill(world.agent.process.pid, signal.SIGKILL)
         if how == "lost":  # between two jobs, where the other rank waits for the next one
             os.kill(pids[0], signal.SIGKILL)
             outcome = world.call(faults.pids, {})
             assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 0, "idle"), outcome.reason
             assert not outcome.begun
         world.close()
-        assert gone([*pids, world.agent.pid])
+        assert gone([*pids, world.agent.process.pid])
         assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], how
 
 
@@ -307,7 +295,7 @@ def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
         listed.append(leader)
         return group if len(listed) > 1 else [pid for pid in group if not processes.is_tracker(pid)]
 
-    monkeypatch.setattr(worlds, "process_group", first_without_trackers)
+    monkeypatch.setattr(agent, "process_group", first_without_trackers)
     world = World(WorldSpec(2, "cpu"))
     shared = world.call(faults.hold_a_named_semaphore, {}).result
     assert len(shared) == 2 and all(Path(path).exists() for path in shared)
@@ -348,7 +336,7 @@ def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_o
 def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch):
     monkeypatch.setattr("runner.launch.worlds.AGENT_S", 0.5)
     pids = world.call(faults.pids, {}).result
-    os.kill(world.agent.pid, signal.SIGSTOP)
+    os.kill(world.agent.process.pid, signal.SIGSTOP)
     kill_when_working(world, pids[1])
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=30.0)
     assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working"), outcome.reason
@@ -358,7 +346,7 @@ def test_a_dead_rank_is_a_crash_though_its_agent_says_nothing(world, monkeypatch
 @pytest.mark.slow
 def test_an_agent_that_was_killed_is_said_to_have_been(world):
     world.call(faults.pids, {})
-    kill_when_working(world, world.agent.pid)
+    kill_when_working(world, world.agent.process.pid)
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank) == ("crash", None)
     assert "the agent that had started the ranks was killed by SIGKILL" in outcome.reason
@@ -434,7 +422,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
     monkeypatch.setattr(tempfile, "tempdir", None)  # asked for anew
     code = (
         "import sys, time\nfrom runner.launch.files import WorldSpec\nfrom runner.launch.worlds import World\n"
-        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs.faults:pids', {}).result, w.agent.pid, w.folder, flush=True)\n"
+        "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs.faults:pids', {}).result, w.agent.process.pid, w.folder, flush=True)\n"
         "time.sleep(60)"
     )
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -458,8 +446,8 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
 
 
 def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
-    spec = json.dumps(asdict(WorldSpec(1, "cpu")))
-    command = [sys.executable, "-m", "runner.launch.node", str(tmp_path), spec]
+    (tmp_path / "part.json").write_text(Part(WorldSpec(1, "cpu")).to_json())
+    command = [sys.executable, "-m", "runner.launch.node", str(tmp_path)]
     assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=10).returncode == 1
 
 
@@ -490,26 +478,5 @@ def test_a_world_on_one_node_listens_on_the_loopback_only_and_meets_where_its_us
     world = pool.get(WorldSpec(2, "cpu"))
     pids = world.call(faults.pids, {}).result
     assert listening(pids) == {"0100007F"}
-    assert listening([world.agent.pid]) == set()
+    assert listening([world.agent.process.pid]) == set()
     assert (world.folder / "store").stat().st_size and stat.S_IMODE(world.folder.stat().st_mode) == 0o700
-
-
-@pytest.mark.parametrize("seconds", [math.inf, 1e15])
-def test_a_start_without_a_limit_makes_a_store(seconds):
-    with endpoint.listen(None) as listener:
-        host, port = endpoint.local(listener)
-        store = node._store({"start_timeout_s": seconds, "store": (host, port, listener.detach())})
-    assert store.port == port
-    joining = node._store({"start_timeout_s": seconds, "store": (host, port, None)})
-    store.set("key", "value")
-    assert joining.get("key") == b"value"
-
-
-def test_an_endpoint_that_cannot_be_used_is_said():
-    with (
-        socket.create_server(("localhost", 0)) as taken,
-        pytest.raises(endpoint.Unusable, match="set another MASTER_PORT"),
-    ):
-        endpoint.listen("localhost", taken.getsockname()[1])
-    with pytest.raises(endpoint.Unusable, match=r"no-such-host.invalid has no address here"):
-        endpoint.resolve("no-such-host.invalid:29500")

@@ -1,0 +1,107 @@
+"""The agent of a part of a world, as the process that starts it holds it: a folder, and the process that forks the ranks
+(runner.launch.node)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from runner.launch.files import Part, WorldFiles, WorldSpec, write
+from runner.launch.ownership import own_folder, remove_abandoned
+from runner.launch.processes import cores, is_tracker, process_group, search_path
+
+POLL_S = 0.02
+STOP_S = 3.0
+
+
+class Agent:
+    """A running agent. `close` ends it with its ranks and removes its folder."""
+
+    def __init__(self, part: Part):
+        remove_abandoned()
+        self.folder, self._owned = own_folder()
+        self.files = WorldFiles(self.folder, part.seen)
+        try:
+            write(self.folder / "part.json", part.to_json())  # not a command line, which every user can read
+            os.mkfifo(self.folder / "jobs")
+            # O_RDWR, so that no open, here or in rank 0, waits for the other process
+            self._jobs = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
+            with (self.folder / f"agent-{part.process}.log").open("wb") as log:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "runner.launch.node", str(self.folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=_environment(part.spec),
+                    start_new_session=True,  # so that Ctrl-C reaches only this process
+                )
+        except BaseException:  # Ctrl-C, too
+            self._remove_folder()
+            raise
+
+    def tell(self, line: str) -> None:
+        """Send a line to rank 0: that `job.json` holds its next job, or `stop`."""
+        with contextlib.suppress(OSError):
+            os.write(self._jobs, f"{line}\n".encode())
+
+    def stop(self) -> None:
+        """Wait for ranks that are idle, and were asked to stop, to end by themselves."""
+        states = self.files.states()  # starting ranks do not listen yet
+        if len(states) == len(self.files.ranks) and all(state["phase"] == "idle" for state in states):
+            self._wait()
+
+    def close(self) -> None:
+        """End every process by force, and remove the folder."""
+        try:
+            self._kill()
+            self._wait()
+        finally:
+            os.close(self._jobs)
+            self._remove_folder()
+
+    def _wait(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(STOP_S)
+
+    def _kill(self) -> None:
+        # Spare multiprocessing's resource tracker, even one just started: it unlinks the others' semaphores, then ends.
+        deadline = time.monotonic() + STOP_S
+        while (group := process_group(self.process.pid)) and time.monotonic() < deadline:
+            for pid in group:
+                with contextlib.suppress(OSError):
+                    if not is_tracker(pid):
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(POLL_S)
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _remove_folder(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._owned)
+
+
+def _environment(spec: WorldSpec) -> dict[str, str]:
+    """The environment variables of an agent and its ranks."""
+    environment = dict(os.environ)
+    if spec.device == "cpu":
+        environment["OMP_NUM_THREADS"] = str(max(1, cores() // -(-spec.world_size // spec.nodes)))
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if spec.share_gpu:
+        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    if spec.nodes == 1:  # refuse connections from other machines
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")
+    environment |= dict(spec.env)
+    environment["ATTENTION_LAUNCHER"] = str(os.getpid())
+    environment.setdefault("PYTHONUNBUFFERED", "1")
+    # symmetric memory of external packages; the library's own never uses multicast
+    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+    # later worlds reuse what FlashAttention-4 compiled
+    environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    environment["PYTHONPATH"] = search_path()
+    return environment
