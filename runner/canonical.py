@@ -1,5 +1,5 @@
-"""`python -m runner.canonical`: the same questions on any machine, within ten minutes: which local kernel and which variant is the
-fastest, a window, documents, a decode, a model's layer. They are those of conf/canonical.yaml.
+"""`python -m runner +experiment=canonical`: the same questions on any machine, within ten minutes: which local kernel and which variant
+is the fastest, a window, documents, a decode, a model's layer. They are those of conf/canonical.yaml.
 
 Leaves `canonical.json`, to send, `report.html`, and every run's own folder. A question for which no time is left is recorded as not asked."""
 
@@ -20,38 +20,32 @@ from omegaconf import OmegaConf
 from runner import environment
 from runner.config import folders
 from runner.output import commands, terminal
-from runner.output.results import write_text
+from runner.output.results import finite, write_text
 from runner.report import runs
 from runner.report.fair import tied
 from runner.report.runs import Run
 
+COMMAND = ["python", "-m", "runner", "+experiment=canonical"]
 NAME = "canonical.json"
+SCHEMA = 2
 LEAST_S = 20.0  # of a question; a world starts in less
 CLOSING_S = 40.0  # a program that is told to end ends its worlds in less; the page takes the rest
-MACHINE = (
-    "platform",
-    "python",
-    "cpu",
-    "cores",
-    "memory_bytes",
-    "packages",
-    "git",
-)  # of the environment; no name of a host
+# of the environment; no name of a host
+MACHINE = ("platform", "python", "cpu", "cores", "memory_bytes", "packages", "git")
 CPU_RANKS = 2
 
 
 def plan() -> dict[str, Any]:
     """The file of questions."""
     text = (resources.files("runner.conf") / "canonical.yaml").read_text()
-    found: Any = OmegaConf.to_container(OmegaConf.create(text))
-    return found
+    values: Any = OmegaConf.to_container(OmegaConf.create(text))
+    return values
 
 
 def command(question: Mapping[str, Any], common: Sequence[str], gpus: int, folder: Path) -> list[str]:
     """The overrides of a question's sweep."""
     device = "cuda" if gpus else "cpu"
-    ranks = gpus or CPU_RANKS
-    lengths = [f"{tokens * ranks}" for tokens in question.get("per_rank", {}).get(device, [])]
+    lengths = [f"{tokens * (gpus or CPU_RANKS)}" for tokens in question.get("per_rank", {}).get(device, [])]
     return [
         "-m", f"hardware={device}", *common, *question["ask"], *question[device],
         *([f"seq_len={','.join(lengths)}"] if lengths else []), f"hydra.sweep.dir={folder}",
@@ -76,92 +70,39 @@ def ask(overrides: Sequence[str], seconds: float) -> str | None:
                 program.wait()
 
 
-def settings(run: Run) -> dict[str, Any]:
-    keys = (
-        "attention",
-        "options",
-        "kernel",
-        "transport",
-        "world_size",
-        "batch",
-        "seq_len",
-        "heads",
-        "head_dim",
-        "mask",
-        "dtype",
-    )
-    return {key: getattr(run, key) for key in keys} | {"model": run.result.asked.model}
-
-
-def times(run: Run) -> dict[str, Any]:
-    """ms by pass: the median with its spread."""
-    kept = ("n", "median", "p10", "p90", "ci95")
-    return {which: {key: getattr(found, key) for key in kept} for which, found in run.passes.items()} if run.ok else {}
-
-
-def fastest(found: Sequence[Run], subject: str) -> list[dict[str, Any]]:
-    """For each length and pass the fastest, with those that are even with it."""
+def fastest(results: Sequence[Run], subject: str) -> list[dict[str, Any]]:
+    """For each length and pass the fastest run's subject, and those of runs that are even with it."""
     answers = []
-    for length in dict.fromkeys(run.seq_len for run in found if run.ok):
-        here = [run for run in found if run.ok and run.seq_len == length]
-        for which in dict.fromkeys(which for run in here for which in run.passes):
-            best, *others = tied([run for run in here if which in run.passes], which)
-            even = [getattr(run, subject) for run in others]
-            answers.append(
-                {
-                    "seq_len": length, "pass": which, "fastest": getattr(best, subject), "ms": best.passes[which].median,
-                    "even": even,
-                }
-            )  # fmt: skip
+    timed = [(run.seq_len, which, run) for run in results if run.ok for which in run.passes]
+    for length, which in dict.fromkeys((length, which) for length, which, _ in timed):
+        alike = [run for *key, run in timed if key == [length, which]]
+        best, *others = tied(alike, which)
+        even = [getattr(run, subject) for run in others]
+        name, ms = getattr(best, subject), best.passes[which].median
+        answers.append({"seq_len": length, "pass": which, "fastest": name, "ms": ms, "even": even})
     return answers
 
 
-def answered(question: Mapping[str, Any], folder: Path, why: str | None) -> dict[str, Any]:
-    """A question's answers, by the results in its folder."""
-    about = {key: question[key] for key in ("name", "asks", "subject")}
+def answer(question: Mapping[str, Any], plan: Mapping[str, Any], folder: Path, stop: float) -> dict[str, Any]:
+    """What a question's sweep found, or why it was not asked. stop: by `time.monotonic`, when all must have ended."""
+    gpus, left = environment.gpu_count(), stop - time.monotonic()
+    record = {key: question[key] for key in ("name", "asks", "subject")} | {"answers": [], "runs": []}
+    if question["ranks"] > (gpus or CPU_RANKS):
+        why: str | None = f"needs {question['ranks']} GPUs, this machine has {gpus}"
+        return record | {"status": "not asked", "why": why}
+    if left < LEAST_S:
+        return record | {"status": "not asked", "why": "no time was left"}
+    overrides = command(question, plan["all"], gpus, folder)
+    record["command"] = [*COMMAND[:3], *overrides[:-1]]  # the folder of the sweep is no part of the question
+    terminal.out.print(f"\n[bold]{question['asks']}[/]")
+    why = ask(overrides, left)
     try:
-        found = runs.read([folder])
+        results = runs.read([folder])
     except ValueError as error:
-        return {**about, "status": "not answered", "why": why or str(error), "answers": [], "runs": []}
-    each = [
-        {"settings": settings(run), "status": run.status, "reason": run.result.reason, "ms": times(run)}
-        for run in found
-    ]
-    answers = fastest(found, question["subject"])
+        return record | {"status": "not answered", "why": why or str(error)}
+    answers = fastest(results, question["subject"])
     status = "not answered" if not answers else "partly answered" if why else "answered"
-    return {**about, "status": status, "why": why, "answers": answers, "runs": each}
-
-
-def not_asked(question: Mapping[str, Any], why: str) -> dict[str, Any]:
-    about = {key: question[key] for key in ("name", "asks", "subject")}
-    return {**about, "status": "not asked", "why": why, "answers": [], "runs": []}
-
-
-def machine(gpus: int) -> dict[str, Any]:
-    """What the answers depend on."""
-    found = {key: environment.host()[key] for key in MACHINE}
-    return found | {"gpus": [state.get("name") for state in environment.gpu_state()] if gpus else []}
-
-
-def asked(questions: Sequence[Mapping[str, Any]], common: Sequence[str], folder: Path, budget_s: float) -> list[Any]:
-    """The answers to the questions, in their order, until the time is up."""
-    gpus = environment.gpu_count()
-    stop = time.monotonic() + budget_s - CLOSING_S
-    found = []
-    for question in questions:
-        left = stop - time.monotonic()
-        here = folder / question["name"]
-        if question["ranks"] > (gpus or CPU_RANKS):
-            found.append(not_asked(question, f"needs {question['ranks']} GPUs, this machine has {gpus}"))
-        elif left < LEAST_S:
-            found.append(not_asked(question, f"no time was left of {budget_s:g} s"))
-        else:
-            overrides = command(question, common, gpus, here)
-            terminal.out.print(f"\n[bold]{question['asks']}[/]")
-            why = ask(overrides, left)
-            # the folder of the sweep is no part of the question
-            found.append(answered(question, here, why) | {"command": ["python", "-m", "runner", *overrides[:-1]]})
-    return found
+    return record | {"status": status, "why": why, "answers": answers, "runs": [run.row for run in results]}
 
 
 def main(arguments: list[str]) -> int:
@@ -173,49 +114,51 @@ def _main(arguments: list[str]) -> int:
 
     given = plan()
     names = [question["name"] for question in given["questions"]]
-    parser = commands.parser("runner.canonical", __doc__)
+    parser = commands.parser("runner +experiment=canonical", __doc__)
     parser.add_argument("--out", type=Path, help="a new folder (default: outputs/canonical-<time>)")
     parser.add_argument("--budget-s", type=float, default=given["budget_s"], help="default %(default)s")
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="some of the questions")
     options = parser.parse_args(arguments)
-    least = CLOSING_S + LEAST_S + 1
+    least = CLOSING_S + LEAST_S * len(options.only) + 1
     if not options.budget_s >= least:
+        asked = f"{len(options.only)} questions need" if len(options.only) > 1 else "a question needs"
         raise ValueError(
-            f"--budget-s {options.budget_s:g}: must be at least {least:g}; leave it out for {given['budget_s']:g}"
+            f"--budget-s {options.budget_s:g}: {asked} at least {least:g} s; give more, or some questions with --only"
         )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: is not empty; give a new folder")
     folder = options.out or folders.create(Path("outputs"), f"canonical-{folders.now()}")
     started = time.monotonic()
+    stop = started + options.budget_s - CLOSING_S
     questions = [question for question in given["questions"] if question["name"] in options.only]
-    found = asked(questions, given["all"], folder, options.budget_s)
-    gpus = environment.gpu_count()
-    value = {
-        "schema": given["schema"], "budget_s": options.budget_s, **environment.period(started), "machine": machine(gpus),
-        "questions": found,
-    }  # fmt: skip
+    answers = [answer(question, given, folder / question["name"], stop) for question in questions]
+    gpus = [state.get("name") for state in environment.gpu_state()] if environment.gpu_count() else []
+    machine = {key: environment.host()[key] for key in MACHINE} | {"gpus": gpus}
+    period = environment.period(started)
+    value = {"schema": SCHEMA, "budget_s": options.budget_s, **period, "machine": machine, "questions": answers}
     folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / NAME, json.dumps(value, indent=1) + "\n")
-    show(found)
-    if any(question["runs"] for question in found):
+    write_text(folder / NAME, json.dumps(finite(value), indent=1) + "\n")
+    show(answers)
+    if any(record["runs"] for record in answers):
         report.main([str(folder)])
     terminal.out.print(f"To send: {folder / NAME}", soft_wrap=True)
-    return 0 if any(question["answers"] for question in found) else 1
+    return 0 if any(record["answers"] for record in answers) else 1
 
 
-def show(found: Sequence[Mapping[str, Any]]) -> None:
+def show(answers: Sequence[Mapping[str, Any]]) -> None:
     table = terminal.new_table("Answers")
     for title in ("question", "S", "pass", "fastest", "ms", "even with it, or why not"):
         table.add_column(title, justify="right" if title in ("S", "ms") else "left")
-    for question in found:
-        for each in question["answers"]:
-            cells = (each["pass"], str(each["fastest"]), f"{each['ms']:.4g}", ", ".join(map(str, each["even"])))
-            table.add_row(question["name"], f"{each['seq_len']:,}", *cells)
-        if not question["answers"]:
-            reasons = dict.fromkeys(run["reason"] for run in question["runs"] if run["reason"])
-            table.add_row(question["name"], "", "", "", "", question["why"] or "; ".join(reasons))
+    for record in answers:
+        for best in record["answers"]:
+            even = ", ".join(map(str, best["even"]))
+            cells = f"{best['seq_len']:,}", best["pass"], str(best["fastest"]), f"{best['ms']:.4g}", even
+            table.add_row(record["name"], *cells)
+        if not record["answers"]:
+            reasons = dict.fromkeys(run["reason"] for run in record["runs"] if run["reason"])
+            table.add_row(record["name"], "", "", "", "", record["why"] or "; ".join(reasons))
     terminal.show(table, words=("even with it, or why not",))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit("error: python -m runner.canonical is gone; use python -m runner +experiment=canonical")
