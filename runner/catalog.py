@@ -8,9 +8,9 @@ groups, or of all: what each is, whether it works on this machine, and if not, w
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import lru_cache, partial
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib import resources
 from itertools import accumulate
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.markup import escape
-from rich.table import Table
 
 from attention.errors import nearest
 from attention.geometry import counts
@@ -31,112 +30,111 @@ from runner.config.masks import NONE, named
 from runner.config.rules.workload import attention_call
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.costs import dry_run
-from runner.output import terminal
+from runner.output import commands, terminal
 from runner.peers import Package, everything, missing
 
+Cells = tuple[str, ...]
 
-def attention() -> Table:
+
+def attention() -> Iterator[Cells]:
     """The variants, with several lines each to fit a narrow terminal."""
-    table = _table("Variants: attention=NAME", "name", "what it is, when to use it, source", "works here, can, options")
-    table.leading = 1  # an empty line between variants
     device = "cuda" if environment.gpu_count() else "cpu"
-
-    def add(name: str, summary: str, use: str, source: str, works: str, can: str, options: Mapping[str, Any]) -> None:
-        about = f"{summary}\n[bold]use:[/bold] {use}\n[bold]source:[/bold] {source}"
-        given = [f"{key}={value}" for key, value in options.items()]
-        table.add_row(name, about, "\n".join([works, can, *given]))
-
+    about = "{}\n[bold]use:[/bold] {}\n[bold]source:[/bold] {}"
     use = "where no particular variant is wanted"
-    add(AUTO, SUMMARY, use, "our trials (attention/auto.py)", "yes", f"the calls of {', '.join(SHORTLIST)}", {})
+    yield (
+        AUTO,
+        about.format(SUMMARY, use, "our trials (attention/auto.py)"),
+        f"yes\nthe calls of {', '.join(SHORTLIST)}",
+    )
     for v in everything().values():
-        masks = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
-        masks += (["window"] if v.windows else []) + (["packed batches"] if v.packs and not v.decode else [])
-        add(v.name, v.summary, v.use, v.source, _works(missing(v, device)), ", ".join(masks), v.parse().plain())
-    return table
+        can = ["decode"] if v.decode else ["causal", *([] if v.causal_only else ["not causal"])]
+        can += ["window"] * v.windows + ["packed batches"] * (v.packs and not v.decode)
+        lines = [_works(missing(v, device)), ", ".join(can), *_pairs(v.parse().plain())]
+        yield v.name, about.format(v.summary, v.use, v.source), "\n".join(lines)
 
 
-def config() -> Table:
+CATEGORIES = ["default", "small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
+
+
+def config() -> Iterator[Cells]:
     """The workloads by category and size, with their FLOPs and the memory of q, k and v."""
-    columns = ("category", "name", "batch", "heads", "head dim", "tokens", "mask", "dtype", "forward", "q+k+v")
-    table = _table("Workloads: config=NAME", *columns)
-    sized = []
     with initialize_config_module("runner.conf", version_base="1.3"):
-        for name in overrides.groups()["config"]:
-            cfg = compose("config", overrides=[f"config={name}"])
-            if cfg.seq_len is None:
-                sizes = "sizes by hardware: see DEFAULT_SIZES in runner/config/schema.py"
-                table.add_row("default", name, *[""] * 4, sizes, *[""] * 3)
-            else:
-                sized.append(cfg)
-    for cfg in sorted(sized, key=lambda cfg: (CATEGORIES.index(cfg.category), cfg.seq_len, cfg.batch * cfg.heads)):
+        configs = [compose("config", overrides=[f"config={name}"]) for name in overrides.groups()["config"]]
+
+    def place(cfg: DictConfig) -> tuple[int, int]:
+        return CATEGORIES.index(cfg.category or "default"), (cfg.seq_len or 0) * cfg.batch * cfg.heads
+
+    for cfg in sorted(configs, key=place):
+        if cfg.seq_len is None:
+            sizes = "sizes by hardware: see DEFAULT_SIZES in runner/config/schema.py"
+            yield "default", cfg.config, *[""] * 4, sizes, *[""] * 3
+            continue
         work = attention_call(cfg, "cpu")
         flops = counts.forward_flops(work.shapes, work.pairs)
         taken = work.queries * work.shapes.q_token + work.seq_len * work.shapes.kv_token
         heads = f"{work.heads}:{work.kv_heads}" if work.heads != work.kv_heads else f"{work.heads}"
-        table.add_row(
+        yield (
             cfg.category, cfg.config, f"{work.batch}", heads, f"{work.head_dim}", f"{work.seq_len:,}",
             ", ".join([work.mask.describe(), *work.features]), work.dtype, terminal.flop(flops), terminal.gib(taken),
         )  # fmt: skip
-    return table
-
-
-CATEGORIES = ["small", "medium", "large", "gqa", "zigzag", "model", "long", "decode"]
 
 
 USUAL_WORLD = 8  # ranks whose costs are listed where no world_size is given
 
 
-def cost(arguments: list[str]) -> Table:
-    """What each variant costs before it runs, for a workload and a world of any size."""
-    given = [a for a in arguments if a.startswith("attention=")]
-    rest = [a for a in arguments if not a.startswith("attention=")]
-    if not any(a.startswith("world_size=") for a in rest):
-        rest.append(f"world_size={USUAL_WORLD}")
-    table = _table(
-        f"Costs: {' '.join([*given, *rest])}; the busiest rank's; a backward has 2.5 times the FLOP where Dv = D; over "
-        "NCCL; the peaks without inputs and kernels' scratch",
+def cost(given: list[str]) -> Choices:
+    """What each variant costs before it runs, for a workload and a world of any size. Raises ValueError for overrides that are refused."""
+    if reason := overrides.problem(given):
+        raise ValueError(reason)
+    if not any(text.startswith("world_size=") for text in given):
+        given = [*given, f"world_size={USUAL_WORLD}"]
+    title = (
+        f"Costs: {' '.join(given)}; the busiest rank's; a backward has 2.5 times the FLOP where Dv = D; over NCCL; the peaks "
+        "without inputs and kernels' scratch"
+    )
+    columns = (
         "name", "FLOP forward", "of even share", "received forward", "received backward", "peak forward",
         "peak with backward", "by what",
     )  # fmt: skip
-    if given and AUTO in given[0].partition("=")[2].split(","):
-        table.add_row(AUTO, *[""] * 6, "those of the variant that it takes when it runs")
+    return Choices(title, columns, partial(_costs, given))
+
+
+def _costs(given: list[str]) -> Iterator[Cells]:
+    asked = [name for text in given if text.startswith("attention=") for name in text.partition("=")[2].split(",")]
+    options = OmegaConf.from_dotlist([text for text in given if text.startswith("attention.")])
+    rest = [text for text in given if not text.startswith(("attention=", "attention."))]
+    if AUTO in asked:
+        yield AUTO, *[""] * 6, "those of the variant that it takes when it runs"
     with initialize_config_module("runner.conf", version_base="1.3"):
-        for name, v in everything().items():
-            if given and name not in given[0].partition("=")[2].split(","):
-                continue
-            cfg = _configured(name, rest)
-            try:
-                spec = resolve.experiment(cfg, 1 << 20, 0)
-            except (InvalidConfig, UnsupportedHere) as error:
-                table.add_row(name, *[""] * 6, str(error))
-                continue
-            *cells, parts = _cost_cells(spec, v)
-            if spec.workload.seqlens and cfg.seqlens is None:  # another workload than the rows around it
-                parts = "; ".join(filter(None, [f"a packed batch of {len(spec.workload.seqlens)} sequences", parts]))
-            table.add_row(name, *cells, parts)
-    return table
+        composed = compose("config", overrides=["hardware=cuda", *rest])
+    for name, v in everything().items():
+        if asked and name not in asked:
+            continue
+        cfg = with_variant(composed, name, options)
+        try:
+            spec = resolve.experiment(cfg, 1 << 20, 0)
+        except (InvalidConfig, UnsupportedHere) as error:
+            yield name, *[""] * 6, str(error)
+            continue
+        *cells, parts = _cost_cells(spec, v)
+        if spec.workload.seqlens and cfg.seqlens is None:  # another workload than the rows around it
+            parts = "; ".join(filter(None, [f"a packed batch of {len(spec.workload.seqlens)} sequences", parts]))
+        yield name, *cells, parts
 
 
-def _configured(name: str, overrides: list[str]) -> DictConfig:
-    """The configuration with a variant's own defaults. Composing takes most of a cost's time, so it is done once for all variants,
-    which differ in their group's file alone."""
-    if any("attention." in each for each in overrides):
-        return compose("config", overrides=["hardware=cuda", *overrides, f"attention={name}"])
-    cfg = _composed(tuple(overrides)).copy()
-    path = resources.files("runner.conf") / "attention" / f"{name}.yaml"
+def with_variant(composed: DictConfig, name: str, options: Any) -> DictConfig:
+    """The configuration with another variant and its defaults. Composing takes long, and variants differ in their group's file
+    alone."""
+    cfg = composed.copy()
+    text = (resources.files("runner.conf") / "attention" / f"{name}.yaml").read_text()
     with open_dict(cfg):
-        cfg.attention = OmegaConf.create(path.read_text())
+        cfg.attention = OmegaConf.create(text)
+        cfg.merge_with(options)
     return cfg
 
 
-@lru_cache(maxsize=1)
-def _composed(overrides: tuple[str, ...]) -> DictConfig:
-    return compose("config", overrides=["hardware=cuda", *overrides])
-
-
 def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
-    work, shapes = spec.workload, spec.workload.shapes
-    options = spec.call_options
+    work, shapes, options = spec.workload, spec.workload.shapes, spec.call_options
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     places = counts.sampled_places(problem)
     most = max(counts.place_flops(problem, shapes, place) for place in places)
@@ -152,14 +150,10 @@ def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
     passes = list(zip(*ranks, strict=True))
     received = [max((x.received for x in by_rank), key=lambda by: sum(by.values())) for by_rank in passes]
     peaks = accumulate((max(x.peak for x in by_rank) for by_rank in passes), max)
-    parts = "; back ".join(filter(None, map(_parts, received)))
+    parts = (", ".join(f"{what} {terminal.gib(n)}" for what, n in by.items() if n) for by in received)
     totals = [terminal.gib(sum(by.values())) for by in received]
     none = ["none"] * v.decode
-    return [*computed, *totals, *none, *map(terminal.gib, peaks), *none, parts]
-
-
-def _parts(found: dict[str, int]) -> str:
-    return ", ".join(f"{what} {terminal.gib(n)}" for what, n in found.items() if n)
+    return [*computed, *totals, *none, *map(terminal.gib, peaks), *none, "; back ".join(filter(None, parts))]
 
 
 PICTURED = 64  # tokens of a mask's picture
@@ -172,44 +166,33 @@ SMALL_MASKS: dict[str, dict[str, Any]] = {  # parameters for so few tokens
 }
 
 
-def mask() -> Table:
+def mask() -> Iterator[Cells]:
     """The masks by name, each with a picture of a short sequence."""
-    table = _table("Masks: mask=NAME", "name", "what it is", f"values, and a picture of {PICTURED} tokens")
-    table.leading = 1
     for name, comment, values in _files("mask"):
-        given = [f"mask.{key}={value}" for key, value in values.get("mask", {}).items() if key != "name"]
-        picture = ""
+        parameters = {key: x for key, x in values.get("mask", {}).items() if key != "name"}
+        lines = [f"mask.{pair}" for pair in _pairs(parameters)]
         if name != NONE:
-            parameters = {key: x for key, x in values["mask"].items() if key != "name"} | SMALL_MASKS.get(name, {})
-            shown = named(name, parameters, PICTURED, None).make()
-            picture = f"{shown.describe()}:\n{shown.picture(PICTURED, 16)}"
-        table.add_row(name, escape(comment), escape("\n".join([*given, picture])))
-    return table
+            shown = named(name, parameters | SMALL_MASKS.get(name, {}), PICTURED, None).make()
+            lines.append(f"{shown.describe()}:\n{shown.picture(PICTURED, 16)}")
+        yield name, escape(comment), escape("\n".join(lines))
 
 
-def kernel() -> Table:
+def kernel() -> Iterator[Cells]:
     from attention.kernels import FASTEST, KERNELS
 
     device = _device()
-    auto = f"the fastest that supports the call, tried in this order: {', '.join(FASTEST[device])}"
-    return _usable("kernel", auto, [(k.name, k.missing(device), k.summary) for k in KERNELS.values()])
+    yield "auto", "yes", f"the fastest that supports the call, tried in this order: {', '.join(FASTEST[device])}"
+    for k in KERNELS.values():
+        yield k.name, _works(k.missing(device)), k.summary
 
 
-def transport() -> Table:
+def transport() -> Iterator[Cells]:
     from attention.transports import SUMMARIES, missing
 
     device = _device()
-    auto = "symm on GPUs that can read each other's memory, nccl on other GPUs, gloo on a CPU"
-    return _usable("transport", auto, [(name, missing(name, device), summary) for name, summary in SUMMARIES.items()])
-
-
-def _usable(group: str, auto: str, choices: Sequence[tuple[str, str | None, str]]) -> Table:
-    """The choices of a group: name, why it cannot be used here (None: it can), and summary."""
-    title = f"{group.capitalize()}s on this machine ({_device()}): {group}=NAME"
-    table = _table(title, "name", "works here", "what it is")
-    for name, reason, about in [("auto", None, auto), *choices]:
-        table.add_row(name, _works(reason), about)
-    return table
+    yield "auto", "yes", "symm on GPUs that can read each other's memory, nccl on other GPUs, gloo on a CPU"
+    for name, summary in SUMMARIES.items():
+        yield name, _works(missing(name, device)), summary
 
 
 def _device() -> str:
@@ -222,15 +205,17 @@ def _works(reason: str | None) -> str:
     return "yes" if reason is None else escape(f"no: {reason}")
 
 
-def _group(name: str) -> Table:
+def _pairs(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def group(name: str) -> Iterator[Cells]:
     """The choices of a group by their YAML files: comments and values."""
-    table = _table(f"{name}=NAME", "name", "what it is", "values")
     for choice, comment, values in _files(name):
         shown = {k: v for k, v in values.items() if k not in ("name", "method", "defaults", "hydra")}
         if "hydra" in values:
             shown |= values["hydra"]["sweeper"]["params"]
-        table.add_row(choice, comment, ", ".join(f"{k}={v}" for k, v in shown.items()))
-    return table
+        yield choice, comment, ", ".join(_pairs(shown))
 
 
 def _files(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -254,51 +239,65 @@ WRAPPED = (
 LEFT_OUT = ("dtype", "category", "q+k+v", "of even share", "peak forward", "received backward", "peak with backward")
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = terminal.new_table(title)
-    for column in columns:
-        table.add_column(column, justify="right" if column in NUMBERS else "left")
-    return table
+@dataclass(frozen=True)
+class Choices:
+    """A list: its title, the titles of its columns, and its rows. spaced: with an empty line between rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Callable[[], Iterator[Cells]]
+    spaced: bool = False
+
+    def show(self) -> None:
+        table = terminal.new_table(self.title)
+        table.leading = int(self.spaced)
+        for column in self.columns:
+            table.add_column(column, justify="right" if column in NUMBERS else "left")
+        for cells in self.rows():
+            table.add_row(*cells)
+        dropped = terminal.show(table, WRAPPED, LEFT_OUT)
+        terminal.note_dropped(dropped, ": a wider terminal, or COLUMNS=200, shows them")
 
 
-def show(table: Table) -> None:
-    terminal.note_dropped(terminal.show(table, WRAPPED, LEFT_OUT), ": a wider terminal, or COLUMNS=200, shows them")
+def _group(name: str) -> Choices:
+    return Choices(f"{name}=NAME", ("name", "what it is", "values"), partial(group, name))
 
 
-LISTS: dict[str, Callable[[], Table]] = {
-    "attention": attention,
-    "mask": mask,
-    "model": partial(_group, "model"),
-    "config": config,
-    "kernel": kernel,
-    "transport": transport,
-    **{name: partial(_group, name) for name in ("timing", "dtype", "hardware", "experiment")},
+HERE = ("name", "works here", "what it is")
+WORKLOADS = ("category", "name", "batch", "heads", "head dim", "tokens", "mask", "dtype", "forward", "q+k+v")
+LISTS = {
+    "attention": Choices("Variants: attention=NAME", ("name", *WRAPPED[:2]), attention, spaced=True),
+    "mask": Choices("Masks, each with a picture: mask=NAME", ("name", "what it is", "values"), mask, spaced=True),
+    "model": _group("model"),
+    "config": Choices("Workloads: config=NAME", WORKLOADS, config),
+    "kernel": Choices("Kernels on this machine: kernel=NAME", HERE, kernel),
+    "transport": Choices("Transports on this machine: transport=NAME", HERE, transport),
+    **{name: _group(name) for name in ("timing", "dtype", "hardware", "experiment")},
 }
 
 
 def main(arguments: list[str]) -> int:
+    return commands.exit_status(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
+    parser = commands.parser("runner.catalog", __doc__)
+    parser.add_argument("lists", nargs="*", metavar="LIST", help="one of those above; by default all")
+    names = parser.parse_args(arguments).lists
     resolve.register()
-    if arguments[:1] == ["cost"]:
-        reason = overrides.problem(arguments[1:])
-        if reason is not None:
-            print(reason, file=sys.stderr)
-            return 2
-        show(cost(arguments[1:]))
+    if names[:1] == ["cost"]:
+        cost(names[1:]).show()
         return 0
-    for name in arguments:
-        if name in ("-h", "--help"):
-            print(__doc__)
-            return 0
+    for name in names:
         if name not in (*LISTS, "support"):
-            print(f"{name}: not a list; {nearest(name, (*LISTS, 'support'))}", file=sys.stderr)
-            return 2
-    for name in arguments or LISTS:
+            raise ValueError(f"{name}: not a list; {nearest(name, (*LISTS, 'support'))}")
+    for name in names or LISTS:
         if name == "support":
             from runner.support import page
 
             print(page(), end="")
         else:
-            show(LISTS[name]())
+            LISTS[name].show()
     return 0
 
 

@@ -47,11 +47,11 @@ def test_costs_of_a_packed_batch_that_was_asked_for_are_alike(capsys):
 def test_every_variant_is_configured_as_if_it_were_composed():
     catalog.resolve.register()
     with initialize_config_module("runner.conf", version_base="1.3"):
+        composed = compose("config", overrides=["hardware=cuda", *SIZE])
         for name in everything():
-            composed = compose("config", overrides=["hardware=cuda", *SIZE, f"attention={name}"])
-            assert catalog._configured(name, SIZE) == composed
-        own = catalog._configured("zigzag", ["attention.head_parts=2"])
-    assert own.attention.head_parts == 2
+            expected = compose("config", overrides=["hardware=cuda", *SIZE, f"attention={name}"])
+            assert catalog.with_variant(composed, name, {}) == expected
+    assert catalog.with_variant(composed, "zigzag", {"attention": {"head_parts": 2}}).attention.head_parts == 2
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.LISTS if name != "config"])

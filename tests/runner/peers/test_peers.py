@@ -134,7 +134,7 @@ def test_a_package_that_is_not_installed_is_unsupported_with_the_pip_line(name, 
 def test_the_catalog_says_whether_a_package_works_here(name):
     with display.out.capture() as shown:
         width, display.out.width = display.out.width, 1000
-        display.out.print(catalog.attention())
+        catalog.LISTS["attention"].show()
         display.out.width = width
     (line,) = [line for line in shown.get().splitlines() if line.split()[:1] == [name]]
     assert (PEERS[name].missing(device()) or "yes") in line
