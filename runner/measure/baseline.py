@@ -98,7 +98,7 @@ def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, flo
     with timing.undisturbed():
         once = seconds_each(0.0)
         if once < length.BASELINE_CAP_S:  # the first may have compiled and allocated
-            once = seconds_each(options.warmup_ms, timed.settle_ms(options))
+            once = seconds_each(options.warmup_ms, options.settle_ms)
         announce.iteration_s = max(once, announce.iteration_s)
         runs = length.baseline_runs(options.timing_runs, once)
         samples = slowest([timer.sample(runs)])

@@ -8,7 +8,7 @@ power times the window's time for an iteration, summed over all GPUs."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from runner import environment
@@ -28,37 +28,21 @@ def measure(
 ) -> dict[str, Any]:
     """`energy` of the result: of a window of iterations of `work` on GPUs, each with `layers` calls of so many tokens and
     FLOPs over all ranks. iteration_s: seconds that an iteration should take."""
-    gpus: list[str] = me.gather(environment.gpu_uuid(me.device))
-    counting, why = _counted(me, lambda: None)
-    if lacking := [gpu for gpu in gpus if gpu not in counting]:
-        why = why or f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
-        return {"unavailable": why}
-    announce = timed.Announcer(me, "energy", watch, iteration_s)
-    timer = timing.Timer(work, watch, announce=announce, agree=me.agree)
-    begin = seconds = 0.0
-    iterations = 0
-
-    def window() -> None:
-        nonlocal begin, seconds, iterations
+    timer = timing.Timer(work, watch, announce=timed.Announcer(me, "energy", watch, iteration_s), agree=me.agree)
+    with sampler.sampling(me.device.type, "energy") as sampled:
         watch.settle()
         me.barrier()
         begin = time.monotonic()
         with timing.undisturbed():
             iterations = timer.warm(1, (LEAD_S + WINDOW_S) * 1e3).iterations
         seconds = time.monotonic() - begin
-
-    counted, _ = _counted(me, window)
-    watts = [power(_within(counted.get(gpu, []), at)) for gpu, at in zip(gpus, me.gather(begin), strict=True)]
-    return of_window(watts, max(me.gather(seconds)), iterations * layers, tokens, flops)
-
-
-def _counted(me: Rank, body: Callable[[], None]) -> tuple[dict[str, Changes], str | None]:
-    """The changes of the counter of every GPU of all nodes while `body` runs, and why a node has none."""
-    with sampler.sampling(me.device.type, "energy") as sampled:
-        body()
-    nodes = me.gather(sampled)
-    why = next((node["unavailable"] for node in nodes if "unavailable" in node), None)
-    return {gpu: changes for node in nodes for gpu, changes in node.get("of", {}).items()}, why
+    nodes, ranks = me.gather(sampled), me.gather((environment.gpu_uuid(me.device), begin, seconds))
+    counted = {gpu: changes for node in nodes for gpu, changes in node.get("of", {}).items()}
+    if lacking := [gpu for gpu, *_ in ranks if gpu not in counted]:
+        why = f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
+        return {"unavailable": next((node["unavailable"] for node in nodes if "unavailable" in node), why)}
+    watts = [power(_within(counted[gpu], at)) for gpu, at, _ in ranks]
+    return of_window(watts, max(seconds for *_, seconds in ranks), iterations * layers, tokens, flops)
 
 
 def _within(changes: Changes, begin: float) -> Changes:

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ PATTERNS = {  # of kernels' names; others compute
 SHOWN = 40  # kernels in the table
 MOST_TIMES = 400  # intervals of a rank's kernels that are kept, the longest
 PASS = "pass "  # with the pass: the range around it in a trace
-IN_MS = ("stretch_ms", "compute_ms", "communication_ms", "overlapped_ms", "exposed_communication_ms", "idle_ms")
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
@@ -85,8 +85,10 @@ def _kind(category: str, name: str, device: str) -> str | None:
     return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
 
 
-def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[Span]] = ()) -> dict[str, Any]:
-    """ms of one rank's trace events (Chrome format, us). waits: for each pass, when its compute stream waited for a transfer,
+def analyse(
+    events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[Span]] = (), runs: int = 1
+) -> dict[str, Any]:
+    """ms an iteration, of `runs`, of one rank's trace events (Chrome format, us). waits: for each pass, when its compute stream waited for a transfer,
     in ms since the pass was aligned."""
     spans: dict[str, list[Span]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
@@ -111,13 +113,20 @@ def analyse(events: list[dict[str, Any]], device: str, waits: Sequence[Sequence[
         overlap(compute, communication),
         covered(everything),
     )
-    us = (length, busy, moving, both, whole - busy, length - whole)
+    us = {
+        "stretch": length,
+        "compute": busy,
+        "communication": moving,
+        "overlapped": both,
+        "exposed_communication": whole - busy,
+        "idle": length - whole,
+    }
     table = [
-        {"kernel": name, "calls": len(lengths), "total_ms": sum(lengths) / 1e3, "mean_us": sum(lengths) / len(lengths)}
-        for name, lengths in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        {"kernel": name, "calls": len(lengths), "total_ms": sum(lengths) / 1e3, "mean_us": fmean(lengths)}
+        for name, lengths in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     ]
     return {
-        **{name: x / 1e3 for name, x in zip(IN_MS, us, strict=True)},
+        **{f"{name}_ms": x / 1e3 / runs for name, x in us.items()},
         "overlapped_share": both / moving if moving else None,
         "waits_known": placed or not any(waits),
         "kernels": table,
@@ -168,18 +177,6 @@ def together(everyone: Sequence[tuple[list[Row], int, Any]]) -> list[Row]:
     return shifted
 
 
-def _write(path: Path, text: str) -> None:
-    """Writes a trace, whole or not at all. Raises OSError when the disk is full."""
-    part = path.with_name(f".{path.name}")
-    try:
-        with gzip.open(part, "wt", compresslevel=3) as out:
-            out.write(text)
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
 def profile(
     me: Rank, work: Passes, watch: Stopwatch, runs: int, folder: Path | None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -203,12 +200,21 @@ def profile(
     text = scratch.read_text()
     scratch.unlink()
     trace = json.loads(text)
-    analysis = analyse(trace["traceEvents"], me.device.type, waits)
+    analysis = analyse(trace["traceEvents"], me.device.type, waits, runs)
     rows, left_out, begin = kernel_times(trace, me.device.type, work.passes)
-    analysis |= {"kernel_times": (rows, begin, boot_id() or platform.node()), "kernels_left_out": left_out}
-    analysis |= {key: analysis[key] / runs for key in IN_MS} | {"runs": runs, "kernels": analysis["kernels"][:SHOWN]}
+    analysis |= {
+        "kernel_times": (rows, begin, boot_id() or platform.node()),
+        "kernels_left_out": left_out,
+        "runs": runs,
+    }
     if folder is None:
         return analysis, []
     name = f"trace_rank{me.rank}.json.gz"
-    _write(folder / name, text)
+    part = folder / f".{name}"
+    try:
+        with gzip.open(part, "wt", compresslevel=3) as out:
+            out.write(text)
+        part.replace(folder / name)
+    finally:  # raises OSError when the disk is full
+        part.unlink(missing_ok=True)
     return analysis, [name]

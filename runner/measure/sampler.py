@@ -28,7 +28,7 @@ READ: dict[str, tuple[Any, ...]] = {  # of a GPU: NVML's function and its argume
     "memory_mhz": ("nvmlDeviceGetClockInfo", 2),
     "power_w": ("nvmlDeviceGetPowerUsage",),  # mW
     "temperature_c": ("nvmlDeviceGetTemperature", 0),
-    "throttle_reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons",),
+    "throttle_reasons": ("nvmlDeviceGetCurrentClocksEventReasons",),
 }
 ENERGY = "nvmlDeviceGetTotalEnergyConsumption"
 Reading = dict[str, dict[str, Any]]  # by GPU: the values read at one time

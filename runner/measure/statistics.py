@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +17,6 @@ NOISY = 0.05  # IQR over median
 TREND = 0.02  # a trend must change the samples by this share of the median
 TREND_CHANCE = 0.01  # the significance of a trend
 TREND_SAMPLES = 6  # the fewest samples that can show a trend
-TREND_STRETCHES = 100  # more samples are reduced to the medians of so many parts
 OVERHEAD = 0.01  # share of the shortest pass above which timing overhead is reported
 INTERVAL_SAMPLES = 6  # the fewest with a 95% interval: the median lies outside all 6 with probability 2**-5
 MOST_CORRELATED = 0.95  # of neighbouring samples, for `dependence`
@@ -104,16 +104,16 @@ def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_
     """Whether samples rise or fall in the order in which they were taken: significant in the Mann-Kendall test (normal
     approximation) at level `chance`, and with medians of the two halves that differ by more than `least` of the median.
     None for fewer than `TREND_SAMPLES`."""
-    if len(samples) > TREND_STRETCHES:
-        ends = [i * len(samples) // TREND_STRETCHES for i in range(TREND_STRETCHES + 1)]
-        samples = [median(samples[a:b]) for a, b in pairwise(ends)]
     n = len(samples)
     if n < TREND_SAMPLES:
         return None
     half = n // 2
     if abs(median(samples[n - half :]) - median(samples[:half])) <= least * median(samples):
         return False
-    score = sum((b > a) - (b < a) for i, a in enumerate(samples) for b in samples[i + 1 :])
+    score, earlier = 0, list[float]()
+    for x in samples:
+        score += bisect_left(earlier, x) + bisect_right(earlier, x) - len(earlier)  # those below, less those above
+        insort(earlier, x)
     ties = Counter(samples).values()
     variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
     if not variance:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runner import environment
-from runner.config.experiment import Experiment, Timing
+from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.statistics import of_ranks, overhead
@@ -57,7 +57,7 @@ def measure(
         announce = Announcer(me, phase, watch, iteration_s * layers)
         timer = timing.Timer(passes, watch, flush_buffer(me, spec), announce, me.gather, me.agree)
         with timing.undisturbed():
-            warmed = timer.warm(options.warmup_runs, options.warmup_ms, settle_ms(options))
+            warmed = timer.warm(options.warmup_runs, options.warmup_ms, options.settle_ms)
             if options.method == "adaptive":
                 limits = options.timing_runs, options.precision, options.time_cap_s
                 mine, note["precision_met"] = timer.adaptive(*limits)
@@ -77,11 +77,6 @@ def sampled_passes(spec: Experiment, work: Workload) -> Passes:
     """The passes that are sampled: the work's, or those of several layers."""
     layers, new_packs = spec.timing.layers, spec.timing.new_packs
     return work if layers == 1 and not new_packs else work.layered(layers, new_packs)
-
-
-def settle_ms(options: Timing) -> float:
-    """The longest time that a warm-up may take to settle; 0 without a warm-up."""
-    return options.settle_ms if options.warmup_runs or options.warmup_ms else 0.0
 
 
 def flush_buffer(me: Rank, spec: Experiment) -> torch.Tensor | None:

@@ -73,7 +73,7 @@ class Timer:
     agree: Callable[[int], int] = int
 
     def warm(self, runs: int, at_least_ms: float, settle_ms: float = 0.0) -> Warmed:
-        """Iterates until both limits are reached, equally on all ranks, then settles for at most `settle_ms`. The clock is
+        """Iterates until both limits are reached, equally on all ranks, then settles for at most `settle_ms`, if there were any. The clock is
         read only after groups of iterations, so that the GPU is as busy as during sampling; a group is at most as long as
         all earlier ones together. (After a pause, a GPU at its power limit is faster for some 80 ms.)"""
         done = longest = 0
@@ -94,7 +94,7 @@ class Timer:
             passed_ms = (now - start) * 1e3
             lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
             more = self.agree(min(lacking, done))
-        further, settled = self.settle(settle_ms, each_ms)
+        further, settled = self.settle(settle_ms if done else 0.0, each_ms)
         return Warmed(done + further, each_ms, settled)
 
     def settle(self, cap_ms: float, each_ms: float | None) -> tuple[int, bool | None]:
