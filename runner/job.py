@@ -30,7 +30,7 @@ from runner.measure import (
 )
 from runner.measure.stopwatch import Stopwatch, stopwatch
 from runner.measure.workload import Workload
-from runner.measure.workloads import kind
+from runner.measure.workloads import workload
 
 NOT_TIMED = "not timed: launch.share_gpu=true has all ranks on one GPU"
 
@@ -64,7 +64,7 @@ class _Run:
         self.result: dict[str, Any] = {"status": "ok", "environment": environment.of_torch(spec.device)}
         me.say("prepare")
         made, about = choosing.resolved(me, spec)
-        self.work: Workload = choosing.together(me, lambda: kind(spec).create(me, made))
+        self.work: Workload = choosing.together(me, lambda: workload(spec)(me, made))
         self.spec = replace(made, options=self.work.resolved())
         if self.spec != spec:
             self.result["experiment"] = self.spec.plain()
@@ -89,7 +89,7 @@ class _Run:
         """Announces how long an iteration and the whole run should take."""
         me = self.me
         me.say("estimate")
-        self.iteration_s = me.agree(max(me.gather(self.work.flops() / self.work.rate())))
+        self.iteration_s = choosing.iteration_s(me, self.spec)
         me.say("estimate", self.iteration_s, estimate_s=length.run_s(self.spec, self.iteration_s))
         self.result["estimate"] = {"iteration_ms": self.iteration_s * 1e3}
 

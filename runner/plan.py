@@ -125,9 +125,9 @@ def show(plan: PlannedRuns) -> None:
     table = terminal.new_table()
     for title in ("run", "state", "FLOP", "about", "why, or by what"):
         table.add_column(title, justify="right" if title in ("FLOP", "about") else "left")
-    swept = _swept([run.overrides for run in plan.runs])
+    swept_texts = swept([run.overrides for run in plan.runs])
     for run in plan.runs:
-        label = " ".join(text for text in run.overrides if text in swept) or run.name
+        label = " ".join(text for text in run.overrides if text in swept_texts) or run.name
         flops = "" if run.flops is None else terminal.flop(run.flops)
         about = terminal.seconds(run.seconds) if run.seconds else ""
         table.add_row(*map(escape, (label, run.state, flops, about, run.reason or run.basis)))
@@ -135,7 +135,7 @@ def show(plan: PlannedRuns) -> None:
     terminal.out.print(escape(plan.line()), soft_wrap=True)
 
 
-def _swept(jobs: Sequence[Sequence[str]]) -> set[str]:
+def swept(jobs: Sequence[Sequence[str]]) -> set[str]:
     """The overrides that not all jobs have."""
     return {text for job in jobs for text in job if not all(text in other for other in jobs)}
 

@@ -18,9 +18,9 @@ from runner.check.errors import Compared, Error, Tolerance, total, verdict
 from runner.check.pieces import precision
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, is_out_of_memory
-from runner.measure import memory, timing
-from runner.measure.attention_work import alone
+from runner.measure import choosing, memory, timing
 from runner.measure.model_work import GUESSED, ModelWork, by_rows
+from runner.measure.workload import alone
 
 LEAST = 1e-4  # the relative error of a gradient that fp32's rounding in all layers explains
 RATIO = 1.5  # at most so many times the error of one device, all gradients together
@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor]
 def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors, with_scales: bool) -> Compared:
     """The comparison (`gate.Compare`) of a model."""
     layers, there = work.config.layers, None
-    expected_s = 4 * me.world * work.flops() / work.rate()
+    expected_s = 4 * me.world * choosing.iteration_s(me, experiment)
     while layers:
         me.say("check_reference", expected_s, waiting=me.rank > 0)
         here = _of_layers(experiment, layers)

@@ -13,7 +13,7 @@ from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import choosing, length, memory, metrics, timed, timing
 from runner.measure.statistics import slowest
 from runner.measure.stopwatch import stopwatch
-from runner.measure.workloads import kind
+from runner.measure.workloads import single, workload
 
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error
 
@@ -26,7 +26,7 @@ def dense(me: Rank, spec: Experiment, measured: dict[str, Any], dense_s: float) 
     me.say("baseline", dense_s)
     here = spec.dense
     try:
-        work = choosing.together(me, lambda: kind(spec).create(me, here))
+        work = choosing.together(me, lambda: workload(spec)(me, here))
     except ValueError as error:
         return {"kind": "dense", "unsupported": str(error)}
     timed_dense, _ = timed.measure(me, here, work, stopwatch(me, me.world > 1), dense_s, "baseline")
@@ -85,7 +85,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
 def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], dict[str, Any]]:
     """The median of each pass in ms; `kernel` and the number of `samples`."""
     options, layers = spec.timing, spec.timing.layers
-    work, watch = kind(spec).single(me, spec), stopwatch(me, together=False)
+    work, watch = single(me, spec), stopwatch(me, together=False)
     announce = timed.Announcer(me, "baseline", watch, single_s * layers)
     timer = timing.Timer(timed.sampled_passes(spec, work), watch, timed.flush_buffer(me, spec), announce)
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from runner import environment
 from runner.launch.rank import Rank
 from runner.measure import ceilings_file
-from runner.measure.attention_work import DTYPES
 from runner.measure.ceilings_file import RATES
 from runner.measure.stopwatch import between_marks, stopwatch
+from runner.measure.workload import DTYPES
 
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
 MOST_ROUNDS = 6

@@ -10,15 +10,14 @@ import attention
 from attention import transports
 from attention.auto import AutoRequest, Choice, fastest
 from attention.errors import UnsupportedCall
-from attention.geometry import counts
 from attention.masks.band import FULL, Band
 from attention.variants.registry import AUTO, SHORTLIST
 from runner.config.experiment import Experiment
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.config.variants import setting_label, settings
 from runner.launch.rank import Rank
-from runner.measure import ceilings, memory
-from runner.measure.attention_work import DTYPES, build
+from runner.measure import ceilings, memory, metrics
+from runner.measure.workload import DTYPES, build
 from runner.peers import variant
 
 LEADING = 4  # iterations until CUDA graphs are replayed
@@ -74,7 +73,7 @@ def _choice(me: Rank, spec: Experiment) -> Choice:
     """The choice of `auto` for the experiment. Raises UnsupportedHere if no candidate runs here."""
     work = spec.workload
     replay = "graphs" if spec.timing.method == "cudagraph" else spec.replay
-    _announce(me, spec, counts.forward_flops(work.shapes, work.pairs) / spec.world_size, len(SHORTLIST))
+    _announce(me, spec, len(SHORTLIST))
 
     def make() -> attention.ContextParallel:
         return attention.make(
@@ -103,8 +102,7 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dic
     call, chosen, names = spec.workload, variant(spec.variant), spec.best_options
     lengths = call.cu_seqlens, spec.world_size, call.mask
     able, impossible = settings(chosen, spec.call_options, call.heads, call.kv_heads, *lengths, call.q_len)
-    problem = chosen.problem(*lengths, able[0], call.q_len)
-    _announce(me, spec, max(counts.rank_flops(problem, call.shapes)), len(able))
+    _announce(me, spec, len(able))
     specs = {
         setting_label(setting, names): replace(spec, options={name: setting[name] for name in spec.options})
         for setting in able
@@ -120,8 +118,12 @@ def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dic
     return specs[next(iter(ms))], ms, left_out
 
 
-def _announce(me: Rank, spec: Experiment, forward_flops: float, candidates: int) -> None:
-    """Announces trials of so many candidates, from the rate of a matrix product: kernels reach at least a third of it."""
-    flops = forward_flops * (1 + spec.workload.shapes.backward_ratio if spec.backward else 1)
-    iteration_s = 3 * flops / ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] / 1e12
-    me.say("trials", iteration_s * candidates * (LEADING + TRIAL_RUNS))
+def _announce(me: Rank, spec: Experiment, candidates: int) -> None:
+    """Announces trials of so many candidates."""
+    me.say("trials", iteration_s(me, spec) * candidates * (LEADING + TRIAL_RUNS))
+
+
+def iteration_s(me: Rank, spec: Experiment) -> float:
+    """Seconds of an iteration, from the rate of a matrix product: kernels and models reach about a third of it. Collective."""
+    rate = ceilings.ceilings(me, spec.workload.dtype)["matmul_tflops"] * 1e12
+    return 3 * metrics.iteration_flops(spec) / spec.sharing / rate

@@ -10,7 +10,7 @@ from attention.kernels import Shape, select, select_for_patterns
 from attention.kernels.tile_lists import most_at_once
 from runner.config.experiment import Experiment
 from runner.config.values import UnsupportedHere
-from runner.measure.attention_work import DTYPES
+from runner.measure.workload import DTYPES
 
 
 def check(spec: Experiment) -> None:

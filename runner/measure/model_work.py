@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,52 +12,43 @@ from torch import Tensor
 from attention import profiling
 from attention.api import ContextParallel
 from attention.executors.plan import Plan
-from attention.transports import Transport
-from runner.config.experiment import AttentionCall, Experiment
+from runner.config.experiment import Experiment
 from runner.config.huggingface import without_dropout
-from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
-from runner.measure import ceilings
-from runner.measure.attention_work import DTYPES, build, build_ms
 from runner.measure.huggingface import Decoder
 from runner.measure.text import excerpts
-from runner.measure.workload import Passes
+from runner.measure.workload import DTYPES, Workload
 from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
-from runner.peers import Package
 
 BATCHES = 16  # different ones, which training reads in turn
 BETAS = 0.9, 0.95
 GUESSED = "token losses"  # an output
-REACHED = 0.3  # of a matrix product's rate, by a model
 
 
-class ModelWork:
-    """A rank's part of a model's training loop: implements `workload.Workload`. Parameters, gradients and AdamW's states are in
-    the run's dtype.
+class ModelWork(Workload):
+    """A rank's part of a model's training loop. Parameters, gradients and AdamW's states are in the run's dtype.
 
     Its outputs are those of the first step after `restart`: the loss and every parameter's gradient or, without a backward,
     each token's loss. dtype: of the computation, if it is not the run's. Raises UnsupportedHere if the kernel cannot do
     the call."""
 
+    results = ("loss", "logits")
+    loss: Tensor | None
+    logits: Tensor | None
+
     def __init__(
         self, me: Rank, experiment: Experiment, fn: ContextParallel | None = None, dtype: torch.dtype | None = None
     ):
         assert experiment.model is not None
-        self.me, self.experiment, self.fn = me, experiment, build(experiment) if fn is None else fn
-        self.spec, self.about = experiment.workload, experiment.model
+        super().__init__(me, experiment, fn)
+        self.about = experiment.model
         self.config = self.about.config(self.spec)
-        self.given = DTYPES[self.spec.dtype]
-        self.dtype = self.given if dtype is None else dtype
-        self.backward = experiment.backward
-        self.passes: tuple[str, ...] = ("forward", "backward", "optimizer") if self.backward else ("forward",)
-        self.has_phases = not experiment.is_peer
+        self.dtype = DTYPES[self.spec.dtype] if dtype is None else dtype
+        self.passes = ("forward", "backward", "optimizer") if self.backward else ("forward",)
         self.batches = [self._batch(number) for number in range(BATCHES)]
         self.sign = 1
-        self.loss: Tensor | None = None
-        self.logits: Tensor | None = None
         self.restart()
-        self.plans = {kind.mask: self._plan(kind) for kind in dict.fromkeys(self.config.kinds)}
-        self.plan = self.plans[self.config.kind(0).mask]
+        self.plans = [self._plan(kind) for kind in dict.fromkeys(self.config.kinds)]
 
     def _batch(self, number: int) -> Batch:
         """A global batch's part: the excerpt and its next bytes. An encoder reads what stands before it."""
@@ -74,7 +64,7 @@ class ModelWork:
         torch.manual_seed(self.experiment.seed)
         with torch.device(self.me.device):
             model = self._model()
-        self.model = model.to(self.given).to(self.dtype)
+        self.model = model.to(DTYPES[self.spec.dtype]).to(self.dtype)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), self.about.learning_rate, BETAS, fused=self.me.device.type == "cuda"
         )
@@ -89,16 +79,14 @@ class ModelWork:
 
     def _plan(self, kind: Kind) -> Plan:
         """Of the attention of such a layer."""
-        shape = (*self.batches[0].ids.shape,)
-        heads = (self.config.heads, self.config.head_dim), (self.config.key_heads, self.config.head_dim)
-        sizes = (*heads, (self.config.key_heads, self.config.value_dim))
-        q, k, v = (torch.empty(*shape, *size, dtype=self.dtype, device=self.me.device) for size in sizes)
-        options: dict[str, Any] = {"mask": kind.mask, "softcap": kind.softcap, "scale": kind.scale}
-        options["sinks"] = q.new_zeros(self.config.heads) if kind.sinks else None
-        try:
-            return self.fn.plan(*(x.requires_grad_(self.backward) for x in (q, k, v)), **options)
-        except ValueError as error:
-            raise UnsupportedHere(str(error)) from None
+        c, shape = self.config, self.batches[0].ids.shape
+        sizes = (c.heads, c.head_dim), (c.key_heads, c.head_dim), (c.key_heads, c.value_dim)
+        q, k, v = (
+            torch.empty(*shape, *size, dtype=self.dtype, device=self.me.device, requires_grad=self.backward)
+            for size in sizes
+        )
+        options = {"mask": kind.mask, "softcap": kind.softcap, "scale": kind.scale}
+        return self.planned(q, k, v, options | {"sinks": q.new_zeros(c.heads) if kind.sinks else None})
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -106,11 +94,11 @@ class ModelWork:
         states = [x for state in self.optimizer.state.values() for x in state.values()]
         return [*self.model.parameters(), *states, *(x for each in self.batches for x in (each.ids, each.labels))]
 
-    def run(self, which: str) -> None:
+    def run(self, which: str, keep: bool = False) -> None:
         if which == "forward":
             self._forward()
         elif which == "backward":
-            self._backward(keep=False)
+            self._backward(keep)
         else:
             with profiling.phase("comp_optimizer"):
                 self.optimizer.step()
@@ -129,34 +117,32 @@ class ModelWork:
 
     def _backward(self, keep: bool) -> None:
         assert self.loss is not None, "backward before forward"
+        if keep:  # it is repeated
+            self.optimizer.zero_grad(set_to_none=True)
         self.loss.backward(torch.full_like(self.loss, self.sign), retain_graph=keep)
         if self.fn.world > 1:
             reduce_gradients(self.model, self.fn.group)
         if not keep:
             self.loss = self.loss.detach()
 
-    def repeat(self, which: str, times: int) -> None:
-        for _ in range(times):
-            if which == "backward":
-                self.optimizer.zero_grad(set_to_none=True)
-                self._backward(keep=True)
-            else:
-                self.run(which)
-
     def outputs(self) -> dict[str, Tensor]:
         """Of the first step, each `[rows, 1, D]`: `loss`, and the gradient of each parameter by its name; without a backward
         each token's loss, less that of a uniform guess. Collective."""
-        if not self.first:
+        if not self.first or (self.loss is None and self.logits is None):
             return {}
-        if not self.backward:
-            return {} if self.logits is None else {GUESSED: self.sign * self._token_losses(self.logits)}
-        if self.loss is None or any(p.grad is None for p in self.model.parameters()):
+        if self.logits is not None:
+            return {GUESSED: self.sign * self._token_losses(self.logits)}
+        gradients = {name: by_rows(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+        if len(gradients) < len(list(self.model.parameters())):
             return {}
-        loss = self.losses[0].double()
+        return {"loss": self.sign * self._whole_losses()[:1].view(1, 1, 1), **gradients}
+
+    def _whole_losses(self) -> Tensor:
+        """Each step's loss, of all ranks. Collective."""
+        losses = torch.stack(self.losses).double()
         if self.fn.world > 1:
-            torch.distributed.all_reduce(loss, group=self.fn.group)
-        found = {"loss": self.sign * loss.view(1, 1, 1)}
-        return found | {name: by_rows(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
+            torch.distributed.all_reduce(losses, group=self.fn.group)
+        return losses
 
     def _token_losses(self, logits: Tensor) -> Tensor:
         upcast = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
@@ -177,72 +163,27 @@ class ModelWork:
         self.restart()
 
     def release(self) -> None:
-        self.loss = self.logits = None
+        super().release()
         self.first = False
         self.optimizer.zero_grad(set_to_none=True)
-
-    @property
-    def left(self) -> Any:
-        return self.loss, self.logits
-
-    @left.setter
-    def left(self, left: Any) -> None:
-        self.loss, self.logits = left
 
     def more(self) -> dict[str, Any]:
         """The field `model` of the result. A training goes on to its number of steps. Collective."""
         while self.backward and self.steps < self.about.steps:
             for which in self.passes:
                 self.run(which)
-        parameters = [*self.model.parameters()]
-        numbers = sum(p.numel() for p in parameters)
-        found = {"name": self.about.name, "parameters": numbers, "parameter_bytes": numbers * self.dtype.itemsize}
-        found |= {"matrix_parameters": self.config.matrices, "text": "bytes of Coriolanus"}
-        return {"model": found | {"loss_curve": self._curve()}}
+        numbers = sum(p.numel() for p in self.model.parameters())
+        fields = {"name": self.about.name, "parameters": numbers, "parameter_bytes": numbers * self.dtype.itemsize}
+        fields |= {"matrix_parameters": self.config.matrices, "text": "bytes of Coriolanus"}
+        return {"model": fields | {"loss_curve": self._whole_losses().tolist() if self.losses else []}}
 
-    def _curve(self) -> list[float]:
-        if not self.losses:
-            return []
-        losses = torch.stack(self.losses).double()
-        if self.fn.world > 1:
-            torch.distributed.all_reduce(losses, group=self.fn.group)
-        return [float(x) for x in losses.tolist()]
-
-    @property
-    def transport(self) -> Transport:
-        return self.plan.transport
-
-    def resolved(self) -> dict[str, Any]:
-        return self.plan.options.plain()
-
-    def report(self) -> dict[str, Any]:
-        kernel, chosen = self.plan.kernel.name, self.fn.variant
-        note = chosen.served(kernel) if isinstance(chosen, Package) else self.transport.note
+    def notes(self) -> list[str]:
+        notes = []
         if not all(kind.mask.is_causal(self.spec.seq_len) for kind in self.config.kinds):
-            note = "a token sees the one that it is to predict, so the loss says nothing of the model"
+            notes.append("a token sees the one that it is to predict, so the loss says nothing of the model")
         if self.about.huggingface and (zeroed := without_dropout(self.about.huggingface)):
-            note = "; ".join(
-                [*filter(None, [note]), f"without dropout: {', '.join(zeroed)} of the type's defaults set to 0"]
-            )
-        return {"kernel": kernel, "transport": self.transport.name, "note": note}
-
-    def mask_build_ms(self) -> float | None:
-        """Of the decoder's masks, each once: its layers share it."""
-        built = [ms for plan in self.plans.values() if (ms := build_ms(plan)) is not None]
-        return sum(built) if built else None
-
-    def flops(self) -> float:
-        whole = self.config.flops(self.spec.batch, self.spec.seq_len) * (3 if self.backward else 1)
-        return whole / max(self.fn.world, 1)
-
-    def rate(self) -> float:
-        return REACHED * ceilings.ceilings(self.me, self.spec.dtype)["matmul_tflops"] * 1e12
-
-    def layered(self, layers: int, new_packs: bool) -> Passes:
-        raise AssertionError("refused by the rules of models")
-
-    def new_pack(self, sign: int) -> AbstractContextManager[AttentionCall]:
-        raise AssertionError("refused by the rules of models")
+            notes.append(f"without dropout: {', '.join(zeroed)} of the type's defaults set to 0")
+        return notes
 
 
 def by_rows(x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -39,18 +39,11 @@ class ModuleWork(AttentionWork):
         out: Tensor = self.module(self.x, causal=self.spec.causal)
         return out
 
-    def outputs(self) -> dict[str, Tensor]:
-        out = self.last if self.backward else self.out
-        if out is None or (self.backward and not self.gradients):
-            return {}
-        return named({"out": out, **dict(zip(["dx", *(f"d{x}" for x in self.named)], self.gradients, strict=False))})
+    def by_name(self, out: Tensor, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        return named({"out": out, **dict(zip(["dx", *(f"d{x}" for x in self.named)], gradients, strict=False))})
 
     def rows(self, name: str) -> Tensor:
         return torch.arange(self.spec.seq_len if name in ("out", "dx") else len(by_rows(self.named[name[1:]])))
-
-    def report(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"kernel": self.plan.kernel.name, "transport": self.transport.name}
-        return found | {"note": self.plan.problem.schedule.note(self.plan.problem)}
 
 
 def named(found: dict[str, Tensor]) -> dict[str, Tensor]:

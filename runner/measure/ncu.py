@@ -82,12 +82,12 @@ def _profiled(plain: dict[str, Any]) -> None:
     from attention.gpu import private
     from runner.launch.rank import Rank
     from runner.measure.timing import iterate
-    from runner.measure.workloads import kind
+    from runner.measure.workloads import workload
 
     spec, device = Experiment.from_plain(plain), torch.device("cuda", 0)
     torch.cuda.set_device(device)
     alone = Rank(0, 1, device, Path(tempfile.gettempdir()), cast(Any, None))  # a world of one needs no process group
-    work = kind(spec).create(alone, spec)
+    work = workload(spec)(alone, spec)
     iterate(work)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()

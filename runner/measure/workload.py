@@ -1,15 +1,30 @@
-"""The protocol of measured work, for the modules that time and check it."""
+"""Measured work, for the modules that time and check it: what attention, a module and a model share."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
+import attention
+from attention.api import ContextParallel
+from attention.call import Settings
+from attention.executors.plan import Plan
+from attention.geometry.schedules import steps
+from attention.masks.mask import built
 from attention.transports.interface import Transport
-from runner.config.experiment import AttentionCall
+from attention.variants.registry import variant
+from runner.config.experiment import AttentionCall, Experiment
+from runner.config.values import UnsupportedHere
+from runner.launch.rank import Rank
+from runner.peers import Package, function
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EVEN = frozenset(
     {"dsinks", "dqkv.weight", "dnorm.weight", "dout.weight"}
 )  # outputs that keep their sign when all inputs change theirs
@@ -24,54 +39,133 @@ class Passes(Protocol):
         """Runs one pass; `backward` belongs to the last `forward`."""
 
 
-class Workload(Passes, Protocol):
-    """A rank's share of the work: inputs, and passes over them that can be timed and compared with a reference."""
+def build(experiment: Experiment, group: Any = None) -> ContextParallel:
+    """A function of the library, or a peer. Raises UnsupportedHere or ValueError as `attention.make` does."""
+    names = ("kernel", "transport", "deterministic", "replay")
+    about = {"group": group} | {name: getattr(experiment, name) for name in names}
+    if experiment.is_peer:
+        return function.make(experiment.variant, **about, **experiment.options)
+    return attention.make(experiment.variant, **about, agreement=experiment.agreement, **experiment.call_options)
 
-    has_phases: bool  # whether its phases and the bytes that it moves are known
-    left: Any  # the last iteration's results; settable, because a CUDA graph writes them in place
+
+def alone(experiment: Experiment) -> ContextParallel:
+    """The same global call on one device, within a world of several."""
+    chosen = variant(experiment.variant)
+    options = chosen.parse(experiment.options)
+    # the other ranks do not make these calls: no agreement
+    fn = ContextParallel(
+        Settings(chosen, options, experiment.kernel, "auto", experiment.deterministic, "none", 0.0, False)
+    )
+    fn.world, fn.rank = 1, 0
+    return fn
+
+
+class Workload:
+    """A rank's share of the work: inputs, and passes over them that can be timed and compared with a reference.
+
+    results: the attributes with the last iteration's results. plans: of its attention calls, the first one for the result.
+    has_phases: whether its phases and the bytes that it moves are known."""
+
+    results: ClassVar[tuple[str, ...]] = ()
+    passes: tuple[str, ...]
+    inputs: Any  # a list of tensors
+    plans: list[Plan]
+
+    def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel | None):
+        self.me, self.experiment, self.spec = me, experiment, experiment.workload
+        self.fn = build(experiment) if fn is None else fn
+        self.backward = experiment.backward
+        self.has_phases = not experiment.is_peer
+
+    def planned(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Plan:
+        """The plan of a call. Raises UnsupportedHere if the kernel cannot do it."""
+        try:
+            return self.fn.plan(q, k, v, **options)
+        except ValueError as error:
+            raise UnsupportedHere(str(error)) from None
 
     @property
-    def inputs(self) -> list[Tensor]: ...
+    def plan(self) -> Plan:
+        return self.plans[0]
 
     @property
-    def transport(self) -> Transport: ...
+    def transport(self) -> Transport:
+        return self.plan.transport
 
     def resolved(self) -> dict[str, Any]:
         """The experiment's options, with values for the open ones."""
+        return self.plan.options.plain()
 
     def report(self) -> dict[str, Any]:
-        """The kernel, the transport and a note on them, for the result."""
+        """kernel, transport and a note on them, for the result."""
+        kernel, chosen = self.plan.kernel, self.fn.variant
+        notes = [self.transport.note, getattr(kernel, "note", None)]
+        if isinstance(chosen, Package):
+            notes = [chosen.served(kernel.name)]
+        notes += [self.plan.problem.schedule.note(self.plan.problem), *self.notes()]
+        note = "; ".join(filter(None, notes)) or None
+        return {"kernel": kernel.name, "transport": self.transport.name, "note": note}
+
+    def notes(self) -> list[str]:
+        """Further notes for the result."""
+        return []
 
     def mask_build_ms(self) -> float | None:
-        """ms to build the mask's rectangles and to cut them for this rank, without caches; None where nothing is cut."""
+        """ms to build the masks' rectangles and to cut them for this rank, without caches; None where nothing is cut. Layers with
+        the same mask share it."""
+        cut = [plan for plan in self.plans if plan.problem.is_cut]
+        built.cache_clear()
+        start = time.perf_counter()
+        for plan in cut:
+            steps(replace(plan.problem), plan.rank)
+        return (time.perf_counter() - start) * 1e3 if cut else None
 
-    def flops(self) -> float:
-        """FLOPs of an iteration on the busiest rank."""
+    def run(self, which: str, keep: bool = False) -> None:
+        """Runs one pass; `backward` belongs to the last `forward`. keep: it can be repeated."""
+        raise NotImplementedError
 
-    def rate(self) -> float:
-        """FLOP/s that this rank is expected to reach."""
+    def repeat(self, which: str, times: int) -> None:
+        """Runs one pass `times` times; `backward` can be repeated after one `forward`."""
+        for _ in range(times):
+            self.run(which, keep=which == "backward")
 
     def outputs(self) -> dict[str, Tensor]:
         """The last iteration's results and gradients on this rank by name, `[B, tokens, H, D]` or `[tokens, H, D]` (the gradient of
         parameters of the heads: `[1, H, 1]`); empty after `release`."""
+        raise NotImplementedError
 
-    def repeat(self, which: str, times: int) -> None:
-        """Runs one pass `times` times; `backward` can be repeated after one `forward`."""
+    @property
+    def left(self) -> list[Any]:
+        """The last iteration's results; settable, because a CUDA graph writes them in place."""
+        return [getattr(self, name) for name in self.results]
 
-    def negate(self) -> None:
-        """Changes the sign of all inputs, in place: every output but those of `EVEN` changes its sign."""
+    @left.setter
+    def left(self, left: list[Any]) -> None:
+        for name, value in zip(self.results, left, strict=True):
+            setattr(self, name, value)
 
     def release(self) -> None:
         """Drops the results, so that their memory does not count for what comes next."""
+        self.left = [None] * len(self.results)
+
+    def negate(self) -> None:
+        """Changes the sign of all inputs, in place: every output but those of `EVEN` changes its sign."""
+        with torch.no_grad():
+            for x in self.inputs:
+                x.neg_()
 
     def layered(self, layers: int, new_packs: bool) -> Passes:
         """The passes of a model with so many layers; with `new_packs` each iteration has another packed batch."""
+        raise AssertionError("refused by the rules of models")
 
     def new_pack(self, sign: int) -> AbstractContextManager[AttentionCall]:
         """Within the context the inputs are those of the first other packed batch of `layered`, times the sign. Gives its call."""
+        raise AssertionError("refused by the rules of models")
 
     def more(self) -> dict[str, Any]:
         """Further fields of the result, after the timing. Collective."""
+        return {}
 
     def rows(self, name: str) -> Tensor:
         """The token of each row of this rank's shard of an output, int64 on the CPU."""
+        raise NotImplementedError

@@ -27,7 +27,7 @@ from runner.check.comparison import cap_error
 from runner.check.errors import Error
 from runner.check.pieces import without_keys
 from runner.check.reference import Seen, attend
-from runner.measure.attention_work import DTYPES
+from runner.measure.workload import DTYPES
 from tests.conftest import ROOT
 
 TENSORS = ("out", "dq", "dk", "dv")

@@ -130,7 +130,8 @@ def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -
     functions with these other options in its place."""
     from runner.check import gate
     from runner.config.experiment import Experiment
-    from runner.measure.attention_work import AttentionWork, build
+    from runner.measure.attention_work import AttentionWork
+    from runner.measure.workload import build
 
     spec = Experiment.from_plain(experiment)
     found = []

@@ -79,8 +79,15 @@ def test_settings_that_cannot_be_searched_are_rows_with_the_reason(tmp_path, cap
     rows = json.loads(file.read_text())["rows"]
     assert [row["setting"] for row in rows] == ["attention=dense", "attention=zigzag"]
     assert "launch.memory_limit_gb=null" in rows[0]["reason"]
-    assert "causal=true" in rows[1]["reason"]
+    assert "causal=false" in rows[1]["reason"]
     assert {row["status"] for row in rows} == {"invalid"} and "launch.memory_limit_gb=null" in " ".join(
         capsys.readouterr().out.split()
     )
     assert max_seq.main(["no_such_key=1"]) == 2
+
+
+def test_a_search_that_takes_a_cpu_more_than_minutes_is_refused_with_the_way_out(pool, tmp_path):
+    given = ["attention=dense", "config=llama3_8b", "world_size=1", "hardware=cpu", "launch.memory_limit_gb=16"]
+    (row,) = max_seq.search(given, pool, tmp_path)
+    assert row.status == "unsupported" and not row.trials
+    assert "on this CPU; use a GPU, a smaller launch.memory_limit_gb, or launch.timeout_s=" in row.reason

@@ -25,7 +25,7 @@ from runner.config.rules import model as model_rules
 from runner.config.schema import MODELS, TIMING_METHODS
 from runner.config.values import InvalidConfig
 from runner.config.variants import BEST, PACKED, best_values
-from runner.measure.attention_work import DTYPES
+from runner.measure.workload import DTYPES
 from runner.peers import PEERS, everything
 from tests.support.composing import composed, configured, resolved
 
