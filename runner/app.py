@@ -22,7 +22,6 @@ from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
 from runner.measure import metrics, ncu
-from runner.measure.statistics import Samples
 from runner.output import display, results, summary
 from runner.output.record import Result
 from runner.redaction import redacted
@@ -71,129 +70,104 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
 
 def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
     hydra = HydraConfig.get()
-    folder = Path(hydra.runtime.output_dir)
-    sweeping = hydra.mode == RunMode.MULTIRUN
-    place = f"run {tally.place(hydra.job.num)}" if sweeping else ""
-    if sweeping and cfg.resume:
+    folder, number = Path(hydra.runtime.output_dir), hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
+    if number is not None and cfg.resume:
         try:
-            earlier = plan.earlier(folder, identity(cfg))
+            status = "ok" if plan.kept(folder, identity(cfg)) else None
         except InvalidConfig as error:
-            tally.over(folder.name, plan.refusal(error), ran=False)
-            display.err.print(escape(f"invalid: {error}"), soft_wrap=True)
+            status = plan.refusal(error)
+            display.err.print(escape(f"{status}: {error}"), soft_wrap=True)
+        if status:
+            tally.over(folder.name, status, ran=False)
+            if status == "ok":
+                display.out.print(f"{folder.name}: kept from before")
+                _note_sweep(folder.parent)
             return None
-        if earlier is not None and earlier.status == "ok":
-            _note_sweep(folder.parent)
-            if not rounds.unfinished(earlier.plain):
-                display.out.print(f"{earlier.name}: kept from before")
-                tally.over(folder.name, "ok", ran=False)
-                return None
-            try:
-                rest = _resumed(cfg, earlier.folder, earlier.plain, hydra.job.num)
-            except (InvalidConfig, UnsupportedHere) as error:
-                tally.over(folder.name, plan.refusal(error), ran=False)
-                note = f"{earlier.name}: kept as it is, without its other rounds: {error}"
-                display.err.print(escape(note), soft_wrap=True)
-                return None
-            if isinstance(rest, Unfinished):
-                return rest
-            display.out.print(f"{earlier.name}: {rest}, so it is run anew", soft_wrap=True)
     with results.writing(folder.parent):
-        seed = seeds.of_folder(folder.parent) if sweeping and cfg.seed is None else seeds.fresh()
-    value = run(cfg, folder, seed, place, compared)
+        drawn = number is not None and cfg.seed is None
+        seed = seeds.of_folder(folder.parent) if drawn else seeds.fresh()
+    value = run(cfg, folder, seed, "" if number is None else f"run {tally.place(number)}", compared)
     value["environment"]["overrides"] = list(hydra.overrides.task)
-    if sweeping:
-        return _recorded(value, folder, hydra.job.num)
-    tally.over(folder.name, value["status"])
-    with results.writing(folder):
-        results.write_result(folder, value)
-    _track(value, folder)
-    result = Result.of(value, folder)
-    if result.status == "ok" or (result.correctness and result.correctness.tensors):
-        display.run_table(result)
-    if result.status != "ok":
-        display.err.print(f"[red]{result.status}[/]: {escape(result.reason or '')}", soft_wrap=True)
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    display.out.print(f"Result: {shown}", soft_wrap=True)
-    return None
-
-
-def _resumed(cfg: DictConfig, folder: Path, earlier: dict[str, Any], number: int) -> Unfinished | str:
-    """An interrupted run, ready for its missing rounds with the limits of this command; or the reason why it cannot continue:
-    samples are missing, or new samples would not be comparable. Raises InvalidConfig and UnsupportedHere."""
-    if _taken(folder, earlier) is None:
-        return "samples of its earlier rounds are missing"
-    now = experiment(cfg, usable_gpus(cfg), earlier["experiment"]["seed"])
-    if changed := environment.changed(earlier["environment"], _surroundings(now)):
-        return f"its environment has changed since its first rounds ({', '.join(changed)})"
-    earlier["config"]["tracker"] = plain(cfg.tracker)  # with what the file has without its secrets
-    earlier["experiment"]["launch"] = asdict(now.launch)
-    return Unfinished(number, folder, earlier)
+    return _recorded(value, folder, number)
 
 
 def _surroundings(spec: Experiment) -> dict[str, Any]:
     """The part of a result's environment that is known before the run."""
-    found = dict(environment.host())
-    found["variables"] = found["variables"] | _variables(spec)
-    if spec.device == "cuda":
-        found |= {"topology": environment.topology(), "gpus_before": environment.gpu_state()}
-    return found
+    host = environment.host()
+    topology = {"topology": environment.topology()} if spec.device == "cuda" else {}
+    return host | {"variables": host["variables"] | _variables(spec)} | topology | _gpus("gpus_before", spec)
 
 
-def _taken(folder: Path, value: dict[str, Any]) -> list[Samples] | None:
-    """The samples of a result: for each rank, a list for each pass. None if some are missing in the file, or it is another run's. The
-    file is written before the result, so it may contain one round more, which is left out."""
-    try:
-        samples = results.read_samples(folder / "samples.parquet")
-    except (OSError, ValueError, KeyError):  # ValueError: no parquet file
-        return None
-    passes = set(value["timing"]["passes"]) - {"total"}
-    if len(samples) != value["experiment"]["world_size"] or any(set(rank) != passes for rank in samples):
-        return None
-    return rounds.first(samples, sum(rounds.of_samples(value)))
+def _variables(spec: Experiment) -> dict[str, str]:
+    """The environment variables that the run sets for its ranks."""
+    return {name: str(value) for name, value in (spec.launch.env or {}).items()}
 
 
-def _recorded(value: dict[str, Any], folder: Path, number: int) -> Unfinished | None:
-    """Writes the result of a run of a sweep and prints a line. Returns the run if it has rounds still to do."""
+def _gpus(key: str, spec: Experiment) -> dict[str, Any]:
+    return {key: environment.gpu_state()} if spec.device == "cuda" else {}
+
+
+def _recorded(value: dict[str, Any], folder: Path, number: int | None) -> Unfinished | None:
+    """Writes the result of a run, whose number in its sweep is None for a single one, and prints it. Returns the run if it has
+    rounds still to do."""
     more = rounds.unfinished(value)
     if value["config"].get("until_limit"):
         tally.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
-    ran = value.get("experiment") is not None
-    share = 1 / value["timing"]["rounds"]["of"] if ran and value.get("timing") else 1.0
-    tally.over(folder.name, None if more else value["status"], share, ran)
-    if not more:
-        _track(value, folder)
+    share = 1 / value["timing"]["rounds"]["of"] if value.get("timing") else 1.0
+    tally.over(folder.name, None if more else value["status"], share, ran=value.get("experiment") is not None)
     with results.writing(folder):
         results.write_result(folder, value)
-        _note_sweep(folder.parent)
-    where = "; ".join(filter(None, [tally.place(number), tally.counts()]))
-    result = Result.of(value, folder)
-    display.out.print(f"{display.run_line(result)} ({where})", soft_wrap=True)
-    if (result.group("timing").get("phase_runs") or result.config.get("phases") == "table") and not more:
-        display.phases(result)
-    return Unfinished(number, folder, value) if more else None
+        if number is not None:
+            _note_sweep(folder.parent)
+    if not more:
+        from runner import tracker  # few runs need it
+
+        if reason := tracker.track(value, folder):
+            display.err.print(escape(reason), soft_wrap=True)
+    _show(Result.of(value, folder), number, more)
+    return Unfinished(number, folder, value) if more and number is not None else None
 
 
-def _track(value: dict[str, Any], folder: Path) -> None:
-    from runner import tracker  # few runs need it
-
-    if reason := tracker.track(value, folder):
-        display.err.print(escape(reason), soft_wrap=True)
+def _show(result: Result, number: int | None, more: bool) -> None:
+    if number is not None:
+        where = "; ".join(filter(None, [tally.place(number), tally.counts()]))
+        display.out.print(f"{display.run_line(result)} ({where})", soft_wrap=True)
+        if (result.group("timing").get("phase_runs") or result.config.get("phases") == "table") and not more:
+            display.phases(result)
+        return
+    if result.status == "ok" or (result.correctness and result.correctness.tensors):
+        display.run_table(result)
+    if result.status != "ok":
+        display.err.print(f"[red]{result.status}[/]: {escape(result.reason or '')}", soft_wrap=True)
+    folder = result.folder
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    display.out.print(f"Result: {shown}", soft_wrap=True)
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
     """Does the next round of a run. Returns None if it was the last round, or if it failed. An unexpected error is recorded
     as a crash of this run, and the sweep goes on."""
+    folder = earlier.folder
     try:
-        return _next_round(earlier)
+        value = _next_round(earlier)
     except Exception as error:
         if _stopping(error):
             raise
-        with results.writing(earlier.folder), (earlier.folder / "run.log").open("a") as log:
+        with results.writing(folder), (folder / "run.log").open("a") as log:
             log.write(redacted("".join(traceback.format_exception(error))))
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}; see run.log"
-        failed = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
-        _ended(earlier, failed)
-        return None
+        value = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
+    if value["status"] != "ok":
+        value["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {value['reason']}"
+        with results.writing(folder):
+            for name in (
+                "samples.parquet",
+                "phases.csv",
+                "kernels.csv",
+                "kernel_times.csv",
+            ):  # a failed run has no times
+                (folder / name).unlink(missing_ok=True)
+    return _recorded(value, folder, earlier.number)
 
 
 def _stopping(error: BaseException | None) -> bool:
@@ -206,37 +180,23 @@ def _about(value: dict[str, Any]) -> dict[str, Any]:
     return {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
 
 
-def _ended(earlier: Unfinished, failed: dict[str, Any]) -> None:
-    """Record a run whose next round failed."""
-    with results.writing(earlier.folder):
-        for name in ("samples.parquet", "phases.csv", "kernels.csv", "kernel_times.csv"):  # a failed run has no times
-            (earlier.folder / name).unlink(missing_ok=True)
-    failed["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {failed['reason']}"
-    _recorded(failed, earlier.folder, earlier.number)
-
-
-def _next_round(earlier: Unfinished) -> Unfinished | None:
+def _next_round(earlier: Unfinished) -> dict[str, Any]:
+    """The result of a run with its next round, or of that round's failure."""
     folder, value, this = earlier.folder, earlier.value, earlier.done
     spec = Experiment.from_plain(value["experiment"])
     started = time.monotonic()
-    place = f"run {tally.place(earlier.number)}"
-    with _progress(spec, place, f", round {this + 1} of {earlier.rounds}") as progress:
-        outcome = _in_world(rounds.part(spec, this, earlier.rounds), folder, progress)
+    outcome = _job(spec, folder, this, earlier.rounds, f"run {tally.place(earlier.number)}")
     if outcome.status != "ok" or outcome.result["status"] != "ok":
-        _ended(earlier, _failed(outcome, folder, _about(value)))
-        return None
+        return _failed(outcome, folder, _about(value))
     with results.writing(folder):
-        samples = rounds.first(results.read_samples(folder / "samples.parquet"), sum(rounds.of_samples(value)))
-        if samples is None:
-            raise RuntimeError(f"{folder / 'samples.parquet'}: fewer samples than the finished rounds took")
+        samples = results.read_samples(folder / "samples.parquet")
         for rank, later in zip(samples, outcome.result["samples"], strict=True):
             for which, ms in later.items():
                 rank[which] += ms
         value = rounds.joined(value, samples, outcome.result, environment.period(started))
-        if spec.device == "cuda":
-            value["environment"]["gpus_after"] = environment.gpu_state()
+        value["environment"] |= _gpus("gpus_after", spec)
         results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
-    return _recorded(value, folder, earlier.number)
+    return value
 
 
 def _note_sweep(folder: Path) -> None:
@@ -249,12 +209,10 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     """Runs the experiment, or the first round of a run that takes turns with others, and returns the result, whatever the
     outcome. Writes the run's other files. seed: used if the configuration has none. place: the run's place in its sweep,
     for messages. compared: the number of runs that the sweep compares, including this one."""
-    started = time.monotonic()
-    name = run_name(cfg, usable_gpus(cfg))
+    started, gpus = time.monotonic(), usable_gpus(cfg)
     config = {key: value for key, value in plain(cfg).items() if key != "hydra"}
-    about: dict[str, Any] = {"key": identity(cfg), "name": name, "config": config}
+    about: dict[str, Any] = {"key": identity(cfg), "name": run_name(cfg, gpus), "config": config}
     try:
-        gpus = usable_gpus(cfg)
         spec = experiment(cfg, gpus, seed)
         if place and (reason := tally.beyond_limit(cfg)):
             raise UnsupportedHere(reason)
@@ -265,11 +223,8 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     about |= {"experiment": spec.plain(), "environment": _surroundings(spec)}
     folder.mkdir(parents=True, exist_ok=True)
     of = rounds.number(cfg.order, spec, compared)
-    with _progress(spec, place) as progress:
-        outcome = _in_world(rounds.part(spec, 0, of), folder, progress)
-    about["environment"] |= environment.period(started)
-    if spec.device == "cuda":
-        about["environment"]["gpus_after"] = environment.gpu_state()
+    outcome = _job(spec, folder, 0, of, place)
+    about["environment"] |= environment.period(started) | _gpus("gpus_after", spec)
     if outcome.status != "ok":
         return _failed(outcome, folder, about)
     taken = outcome.result.pop("experiment", about["experiment"])  # with attention=auto, the experiment that was chosen
@@ -281,47 +236,35 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     return _record(outcome.result, folder, about)
 
 
-def _variables(spec: Experiment) -> dict[str, str]:
-    """The environment variables that the run sets for its ranks."""
-    return {name: str(value) for name, value in (spec.launch.env or {}).items()}
-
-
-def _progress(spec: Experiment, place: str, note: str = "") -> display.Progress:
-    flops = metrics.flops(spec)
+def _job(spec: Experiment, folder: Path, this: int, of: int, place: str) -> Outcome:
+    """Round `this` of `of` of a run, in its world."""
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-    title = f"{spec.variant}, {ranks}, {spec.workload.describe()}{note}"
-    return display.Progress(title, flops.get("total", flops["forward"]), place, tally.counts)
+    title = f"{spec.variant}, {ranks}, {spec.workload.describe()}" + (f", round {this + 1} of {of}" if this else "")
+    job = {"experiment": rounds.part(spec, this, of).plain(), "folder": str(folder.absolute())}
+    log, launch = folder / "run.log", spec.launch
+    with display.Progress(title, metrics.iteration_flops(spec), place, tally.counts) as progress:
+        return pool.call(world_of(spec), "runner.job:run", job, launch.timeout_s, log, progress, fresh=launch.fresh)
 
 
 def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     """The result of a run that failed, without times."""
-    artifacts = {"log": "run.log"} if (folder / "run.log").exists() else None
+    about = about | {"artifacts": {"log": "run.log"} if (folder / "run.log").exists() else None}
     if outcome.status == "ok":  # a later round that is incorrect
-        found = outcome.result
-        about |= {"correctness": found["correctness"]}
-        return results.result(status=found["status"], reason=found["reason"], artifacts=artifacts, **about)
-    lost = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
-    failure = lost if outcome.world_lost else None
+        return results.result(**about, **{key: outcome.result[key] for key in ("status", "reason", "correctness")})
+    if outcome.world_lost:
+        about["failure"] = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
     limit, reason = about["experiment"]["launch"]["memory_limit_gb"], outcome.reason
     if outcome.status == "oom" and limit is not None:
         reason = f"{reason} (launch.memory_limit_gb={limit:g})"
-    return results.result(status=outcome.status, reason=reason, failure=failure, artifacts=artifacts, **about)
+    return results.result(status=outcome.status, reason=reason, **about)
 
 
 def world_of(spec: Experiment) -> WorldSpec:
-    launch, variables = spec.launch, tuple(sorted(_variables(spec).items()))
-    place = joined()
+    launch, place = spec.launch, joined()
     gpus = environment.gpu_count() if spec.device == "cuda" else 0
     agents = place.agents(spec.world_size, gpus) if place else 1
-    return WorldSpec(
-        spec.world_size, spec.device, launch.nodes, agents, launch.start_timeout_s, launch.share_gpu, variables
-    )
-
-
-def _in_world(spec: Experiment, folder: Path, progress: display.Progress) -> Outcome:
-    launch, arguments = spec.launch, {"experiment": spec.plain(), "folder": str(folder.absolute())}
-    log, job = folder / "run.log", "runner.job:run"
-    return pool.call(world_of(spec), job, arguments, launch.timeout_s, log, progress, fresh=launch.fresh)
+    about = launch.nodes, agents, launch.start_timeout_s, launch.share_gpu, tuple(sorted(_variables(spec).items()))
+    return WorldSpec(spec.world_size, spec.device, *about)
 
 
 def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -122,24 +122,6 @@ def by_history(commits: Sequence[str]) -> list[str]:
         _output("git", "rev-list", "--topo-order", "--reverse", "--ignore-missing", *wanted, cwd=ROOT) if wanted else ""
     )
     return [commit for commit in (here or "").split() if commit in set(wanted)]
-
-
-def changed(earlier: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The differences between two results' environments that make their times incomparable: the commit, the packages, the
-    machine, or its GPUs."""
-    before, after = _compared(earlier), _compared(now)
-    return [what for what in before if before[what] != after[what]]
-
-
-def _compared(environment: Mapping[str, Any]) -> dict[str, Any]:
-    git, gpus = environment.get("git") or {}, environment.get("gpus_before")  # no GPUs: a run on a CPU
-    visible = (environment.get("variables") or {}).get("CUDA_VISIBLE_DEVICES")
-    return {
-        "commit": (git.get("commit"), git.get("dirty")),
-        "packages": environment.get("packages"),
-        "machine": environment.get("machine_id"),
-        "GPUs": None if gpus is None else (sorted(gpu["uuid"] for gpu in gpus), visible),
-    }
 
 
 def commit_text(git: dict[str, Any] | None) -> str:

@@ -104,16 +104,18 @@ class _Run:
         if self.spec.check.enabled:
             self.checked = gate.check(self.me, self.spec, self.work)
             self.result["correctness"] = self.checked.found
-            if not self.checked.found["passed"]:
-                self.result |= {"status": "incorrect", "reason": self.checked.found["why"]}
-                return
+            self._judge(self.checked.found)
         if self.spec.launch.share_gpu:
-            self.result["reason"] = NOT_TIMED
+            self.result.setdefault("reason", NOT_TIMED)
+
+    def _judge(self, verdict: dict[str, Any]) -> None:
+        if verdict["passed"] is False:
+            self.result["correctness"] |= {"passed": False, "why": verdict["why"]}
+            self.result |= {"status": "incorrect", "reason": verdict["why"]}
 
     def time(self) -> None:
         """Samples of the passes, with the clocks and the memory meanwhile."""
         me, spec, work = self.me, self.spec, self.work
-        self.result["ceilings"] = ceilings.ceilings(me, spec.workload.dtype)
         work.release()
         used = self._memory() if me.device.type == "cpu" else None
         memory.reset_peak(me.device)
@@ -128,12 +130,10 @@ class _Run:
         if self.checked is not None:
             again = gate.check_timed(self.me, self.spec, self.work, self.passes, self.checked.kept)
             self.result["correctness"]["timed"] = again
-            if again["passed"] is False:
-                self.result["correctness"] |= {"passed": False, "why": again["why"]}
-                self.result |= {"status": "incorrect", "reason": again["why"]}
-                return
-        self.result |= self.measured
-        self.result["environment"]["during"] = timed.clocks(self.me, self.sampled)
+            self._judge(again)
+        if "reason" not in self.result:
+            self.result |= self.measured
+            self.result["environment"]["during"] = timed.clocks(self.me, self.sampled)
 
     def compare_with_do_bench(self) -> None:
         """Runs after the check, because it overwrites the outputs of the last timed iteration."""
@@ -144,11 +144,11 @@ class _Run:
 
     def compute_metrics(self) -> None:
         medians = {which: summary["median"] for which, summary in self.result["timing"]["passes"].items()}
-        about = self.spec, medians
-        fields = metrics.compute(*about, self.result["ceilings"], self.work.transport.pulls)
-        if metrics.exceeds(fields):
-            self.result["ceilings"] = ceilings.again(self.me, self.spec.workload.dtype)
-            fields = metrics.compute(*about, self.result["ceilings"], self.work.transport.pulls)
+        for rates in (ceilings.ceilings, ceilings.again):
+            self.result["ceilings"] = rates(self.me, self.spec.workload.dtype)
+            fields = metrics.compute(self.spec, medians, self.result["ceilings"], self.work.transport.pulls)
+            if not metrics.exceeds(fields):
+                break
         built = [ms for ms in self.me.gather(self.work.mask_build_ms()) if ms is not None]
         self.result["metrics"] = fields | {"mask_build_ms": max(built, default=None)}
         self.measured_s = sum(medians[which] for which in self.work.passes) / 1e3

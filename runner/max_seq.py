@@ -10,7 +10,7 @@ import sys
 import time
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ TOKENS = 128  # of a rank: lengths are multiples of it times the world size
 MOST_TOKENS = (1 << 31) - 1
 SHORTER = 0.85  # of a length that does not fit: the next, while none is known that fits
 TRIALS = 5  # of a search, about
-FAILED = ("timeout", "crash", "invalid", "unsupported")
 COLUMNS = ("setting", "limit", "predicted", "longest", "off by", "model's peak", "peak", "trials", "reason")
 WORDS = ("setting", "reason")
 
@@ -48,7 +47,7 @@ class Row:
     longest: int | None = None
     error: float | None = None  # predicted / longest - 1
     predicted_peak: int | None = None  # at the longest length
-    measured_peak: int | None = None
+    measured_peak: int | None = None  # at the longest length
     experiment: dict[str, Any] | None = None
     trials: list[dict[str, Any]] = field(default_factory=list)
 
@@ -87,10 +86,18 @@ class Search:
         self.gpus = resolve.usable_gpus(cfg)
         self.unit = TOKENS * self._experiment(TOKENS).world_size
         self.small = self._experiment(self.unit)
+        self.unlimited = replace(self.small, launch=replace(self.small.launch, memory_limit_gb=None))
 
     def _experiment(self, tokens: int) -> Experiment:
+        """A single step, which nothing is compared with."""
         self.cfg.seq_len = tokens
-        return resolve.experiment(self.cfg, self.gpus, seed=0)
+        spec = resolve.experiment(self.cfg, self.gpus, seed=0)
+        timing = replace(
+            spec.timing, method="warmup", warmup_runs=0, warmup_ms=0.0, settle_ms=0.0, timing_runs=1, layers=1, new_packs=False,
+            do_bench=False, counters=False,
+        )  # fmt: skip
+        check = replace(spec.check, enabled=False)
+        return replace(spec, timing=timing, check=check, phases=False, energy=False, baseline="none")
 
     def run(self) -> None:
         """Fills the row. Raises InvalidConfig and UnsupportedHere."""
@@ -100,8 +107,9 @@ class Search:
                 "launch.memory_limit_gb=null: a CPU's memory is other programs', too; give GiB, such as 0.25"
             )
         plan.check_here(self.small, self.cfg, self.gpus)
-        first = self._step(self.small)
-        row.kernel, row.limit = first["kernel"], first["free"] if gib is None else int(gib * 2**30)
+        first = self._step(self.unlimited)
+        row.kernel = first["chosen"]["kernel"]
+        row.limit = int(gib * 2**30) if gib is not None else min(rank["free"] for rank in first["memory"]["by_rank"])
         most = min(row.limit // TOKENS, MOST_TOKENS // self.unit)  # a byte a token, at least
         predicted = self.unit * bisect_right(range(1, most + 1), row.limit, key=self._needed)
         begin = self._experiment(max(predicted, self.unit))
@@ -119,25 +127,38 @@ class Search:
 
     def _held(self, tokens: int) -> int | None:
         """The bytes that a step of so many tokens takes on the fullest rank; None if it does not fit."""
+        self._step(self.unlimited)  # takes what a process takes once
         started = time.monotonic()
-        trial = self._step(self._experiment(tokens), small=self.small.plain())
-        self.row.trials.append(trial | {"seq_len": tokens, "seconds": time.monotonic() - started})
-        if not trial["fits"]:
+        step = self._step(self._experiment(tokens))
+        trial = {key: step[key] for key in ("status", "reason", "memory") if key in step} | {"seq_len": tokens}
+        self.row.trials.append(trial | {"seconds": time.monotonic() - started, "fits": False})
+        if step["status"] != "ok":
             return None
-        self.row.measured_peak = max(by["needed"] for by in trial["memory"])
-        return max(by["held"] for by in trial["memory"])
+        # of a GPU with symmetric memory, which the allocator's limit leaves out
+        needed, held = (
+            max(
+                rank.get(key, rank.get("peak_resident")) + rank.get("symmetric", 0)
+                for rank in step["memory"]["by_rank"]
+            )
+            for key in ("peak_allocated", "peak_reserved")
+        )
+        if self.small.launch.memory_limit_gb is not None and held > self.row.limit:
+            return None
+        self.row.trials[-1]["fits"], self.row.measured_peak = True, needed
+        return held
 
-    def _step(self, spec: Experiment, **small: Any) -> dict[str, Any]:
-        """The result of `one_step.run`, with the status of its job."""
-        tokens, world = spec.workload.seq_len, app.world_of(spec)
+    def _step(self, spec: Experiment) -> dict[str, Any]:
+        """The result of the job, `oom` where it does not fit."""
+        tokens, world, job = spec.workload.seq_len, app.world_of(spec), {"experiment": spec.plain(), "folder": None}
         if not terminal.out.is_terminal:
             terminal.err.print(f"{self.row.setting}: {tokens:,} tokens", soft_wrap=True)
-        arguments = {"experiment": spec.plain(), **small}
-        outcome = self.pool.call(world, "runner.measure.one_step:run", arguments, spec.launch.timeout_s, self.log)
-        if outcome.status in FAILED:
+        outcome = self.pool.call(world, "runner.job:run", job, spec.launch.timeout_s, self.log)
+        if outcome.status == "oom":
+            return {"status": "oom", "reason": outcome.reason}
+        if outcome.status != "ok" or "memory" not in outcome.result:
             error = InvalidConfig if outcome.status == "invalid" else UnsupportedHere
-            raise error(f"seq_len={tokens}: {outcome.status}: {outcome.reason}")
-        return {"status": outcome.status, "reason": outcome.reason, "fits": False} | (outcome.result or {})
+            raise error(f"seq_len={tokens}: {outcome.status}: {outcome.reason or outcome.result['reason']}")
+        return outcome.result
 
 
 def search(arguments: list[str], pool: Pool, folder: Path) -> list[Row]:

@@ -40,9 +40,7 @@ def _main(options: argparse.Namespace) -> int:
         target = options.into / sweep.resolve().name if options.into else sweep
         runs = pack(sweep, target)
         if unfinished := [run.name for run in runs if run.timing and run.timing.rounds.unfinished]:
-            way_out = (
-                "resume=true continues them in their folders, or runs them anew where only the packed sweep is left"
-            )
+            way_out = "resume=true runs them anew"
             print(f"{sweep}: without all their rounds: {', '.join(unfinished)}; {way_out}", file=sys.stderr)
         if options.remove:
             remove(sweep, runs)

@@ -5,11 +5,10 @@ and nothing is written."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig
 from rich.markup import escape
@@ -69,6 +68,12 @@ def earlier(folder: Path, key: str) -> Result | None:
     return found
 
 
+def kept(folder: Path, key: str) -> Result | None:
+    """The earlier result of this run where `resume=true` keeps it: it is ok and lacks no rounds."""
+    before = earlier(folder, key)
+    return before if before is not None and before.status == "ok" and not rounds.unfinished(before.plain) else None
+
+
 @lru_cache
 def _elsewhere(sweep: Path) -> dict[str, Path]:
     """The folders of a sweep's ok runs that an earlier version named by another key, by the key that they have now."""
@@ -78,8 +83,7 @@ def _elsewhere(sweep: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run. state: `TO_DO`, `KEPT`, the rounds of a run that goes on, or the status of a refused one, with its reason. flops: of
-    an iteration on all ranks. seconds: expected, with the start of its world; basis: by what."""
+    """A run. state: `TO_DO`, `KEPT`, or the status of a refused one, with its reason. flops: of an iteration on all ranks. seconds: expected, with the start of its world; basis: by what."""
 
     name: str
     overrides: tuple[str, ...]
@@ -171,16 +175,11 @@ class _Planner:
         self.seed: int | None = None
 
     def run(self, cfg: DictConfig, job: tuple[str, ...]) -> Planned:
-        gpus = usable_gpus(cfg)
-        about = run_name(cfg, gpus), job
-        folder = self.folder
+        gpus, folder = usable_gpus(cfg), self.folder
+        run = Planned(run_name(cfg, gpus), job, KEPT)
         try:
-            before = earlier(folder / about[0], identity(cfg)) if folder is not None and cfg.resume else None
-            if before is not None and before.status != "ok":
-                before = None
-            goes_on = before is not None and rounds.unfinished(before.plain)
-            if before is not None and not goes_on:
-                return Planned(*about, KEPT)
+            if folder is not None and cfg.resume and kept(folder / run.name, identity(cfg)):
+                return run
             if self.seed is None:
                 self.seed = seeds.fresh() if folder is None else seeds.known(folder)
             spec = experiment(cfg, gpus, self.seed)
@@ -190,38 +189,26 @@ class _Planner:
 
                 kernels.check(spec)
         except (InvalidConfig, UnsupportedHere) as error:
-            return Planned(*about, refusal(error), str(error))
-        flops = metrics.flops(spec)
-        run = Planned(*about, TO_DO, flops=flops.get("total", flops["forward"]))
-        run = self._timed(run, spec, cfg)
-        if not goes_on:
-            return run
-        assert before is not None
-        taken = before.plain["timing"]["rounds"]
-        left = 1 - taken["done"] / taken["of"]
-        return replace(run, state=f"{taken['done']} of {taken['of']} rounds done", seconds=run.seconds * left)
-
-    def _timed(self, run: Planned, spec: Experiment, cfg: DictConfig) -> Planned:
-        """The run with its time: that of an earlier run with the same key on this machine, else an estimate."""
+            return replace(run, state=refusal(error), reason=str(error))
         world = str((spec.world_size, spec.device, spec.launch.share_gpu, spec.launch.env))
         start_s = 0.0 if world in self.worlds and not spec.launch.fresh else duration.start_s(spec)
         self.worlds.add(world)
-        seconds = self._earlier_s(run.name, cfg)
-        if seconds is not None:
-            return replace(run, seconds=seconds, basis="earlier results")
-        seconds, basis = duration.run_s(spec)
-        return replace(run, seconds=start_s + seconds, basis=basis)
+        seconds, basis = self._earlier_s(run.name, cfg), "earlier results"
+        if seconds is None:
+            seconds, basis = duration.run_s(spec)
+            seconds += start_s
+        return replace(run, state=TO_DO, flops=metrics.iteration_flops(spec), seconds=seconds, basis=basis)
 
     def _earlier_s(self, name: str, cfg: DictConfig) -> float | None:
-        folders = [self.folder / name] if self.folder else []
+        """The seconds of an earlier run with the same key on this machine."""
         if self.times is None:
             known = sorted(Path(cfg.output).glob(f"*/*/*/{reader.RESULT}"))  # the newest last
             self.times = {path.parent.name: path.parent for path in known}
-        folders += [self.times[name]] if name in self.times else []
-        for folder in folders:
-            found = reader.read_result(folder)
-            if isinstance(found, Result) and found.status == "ok" and found.key == identity(cfg):
-                there: Mapping[str, Any] = found.plain.get("environment") or {}
-                if there.get("machine_id") == environment.host()["machine_id"] and there.get("seconds"):
-                    return float(there["seconds"])
+        folders = [self.folder / name] if self.folder else []
+        for folder in [*folders, *([self.times[name]] if name in self.times else [])]:
+            result = reader.read_result(folder)
+            if not isinstance(result, Result) or result.status != "ok" or result.key != identity(cfg):
+                continue
+            if result.environment.machine_id == environment.host()["machine_id"]:
+                return result.plain["environment"].get("seconds")
         return None

@@ -11,7 +11,7 @@ and each turn takes a third of a run's samples.
   chooses a variant, which later turns run.
 - After each turn `result.json` and `samples.parquet` are rewritten. The statistics cover all samples so far; `timing.rounds`
   has the rounds done and planned, each round's medians and their drift. An interrupted sweep leaves valid results with fewer
-  samples, and `resume=true` does the missing rounds.
+  samples, and `resume=true` runs these anew.
 - A run that fails in a later turn is a failed run, without times. Its other turns are skipped. The other runs continue, in a
   new world if the old one was lost.
 
@@ -165,10 +165,3 @@ def joined(
 def of_samples(value: Mapping[str, Any]) -> list[int]:
     """The number of samples of each round of a result."""
     return [one["samples"] for one in value["timing"]["rounds"]["by_round"]]
-
-
-def first(samples: Sequence[Samples], number: int) -> list[Samples] | None:
-    """The first `number` samples of each rank and pass; None if any of them has fewer."""
-    if any(len(ms) < number for rank in samples for ms in rank.values()):
-        return None
-    return [{which: ms[:number] for which, ms in rank.items()} for rank in samples]

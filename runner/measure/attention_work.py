@@ -38,22 +38,25 @@ def row_shape(work: AttentionCall, which: str) -> tuple[int, int, int]:
 
 
 def global_input(experiment: Experiment, which: str, device: torch.device, batch: int | None = None) -> Tensor:
-    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`), v and dout with their own head dim: normal,
-    clamped to [-1, 1], the same on every rank. Each batch element has its own generator, so that one can be made without the
-    others. q is multiplied by `score_factor`. Beside sinks v and dout are 0.5 higher, since in the sum of dout.out over all tokens,
-    the sinks' gradient, symmetric ones cancel. The dout of dilated attention is multiplied by what its result is divided by: many
-    elements are 1 or -1, and their thirds all round the same way."""
-    work, seed, dilation = experiment.workload, experiment.seed, experiment.dilation
-    factor = score_factor(work) if which == "q" else 1
-    if which == "dout" and dilation is not None:
-        factor = dilation.divisor
-    parts = []
-    for b in range(work.batch) if batch is None else [batch]:
-        x = _normal(row_shape(work, which), which, seed, b, device)
-        if work.sinks and which in ("v", "dout"):
-            x += 0.5
-        parts.append(x.mul_(factor).to(DTYPES[work.dtype]))
-    return parts[0] if work.seqlens else torch.stack(parts)
+    """One whole input `[B, S, H, D]` (or one batch element of it; packed `[T, H, D]`), v and dout with their own head dim."""
+    elements = range(experiment.workload.batch) if batch is None else [batch]
+    parts = [_element(experiment, which, b, device) for b in elements]
+    return parts[0] if experiment.workload.seqlens else torch.stack(parts)
+
+
+def _element(experiment: Experiment, which: str, b: int, device: torch.device, tokens: int | None = None) -> Tensor:
+    """Batch element b of an input: normal, clamped to [-1, 1], the same on every rank. Each has its own generator, so that one can be
+    made without the others. q is multiplied by `score_factor`. Beside sinks v and dout are 0.5 higher, since in the sum of dout.out
+    over all tokens, the sinks' gradient, symmetric ones cancel. The dout of dilated attention is multiplied by what its result is
+    divided by: many elements are 1 or -1, and their thirds all round the same way."""
+    work, dilation = experiment.workload, experiment.dilation
+    n, heads, dim = row_shape(work, which)
+    generator = torch.Generator(device).manual_seed((experiment.seed * 4 + NAMES.index(which)) * 65_537 + b)
+    x = torch.empty(tokens or n, heads, dim, device=device).normal_(generator=generator).clamp_(-1, 1)
+    if work.sinks and which in ("v", "dout"):
+        x += 0.5
+    factors = {"q": score_factor(work), "dout": dilation.divisor if dilation is not None else 1}
+    return x.mul_(factors.get(which, 1)).to(DTYPES[work.dtype])
 
 
 def score_factor(work: AttentionCall) -> int:
@@ -70,14 +73,8 @@ def global_prefix(experiment: Experiment, device: torch.device) -> tuple[Tensor,
     work = experiment.workload
     if not work.prefix:
         return None
-    shapes = {which: (work.prefix, *row_shape(work, which)[1:]) for which in ("k", "v")}
-    k, v = (_normal(shape, which, experiment.seed, work.batch, device) for which, shape in shapes.items())
-    return k.to(DTYPES[work.dtype]).unsqueeze(0), v.to(DTYPES[work.dtype]).unsqueeze(0)
-
-
-def _normal(shape: tuple[int, int, int], which: str, seed: int, element: int, device: torch.device) -> Tensor:
-    generator = torch.Generator(device).manual_seed((seed * 4 + NAMES.index(which)) * 65_537 + element)
-    return torch.empty(shape, dtype=torch.float32, device=device).normal_(generator=generator).clamp_(-1, 1)
+    k, v = (_element(experiment, which, work.batch, device, work.prefix)[None] for which in ("k", "v"))
+    return k, v
 
 
 def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor | None:
@@ -86,7 +83,7 @@ def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor
     if not work.sinks:
         return None
     generator = torch.Generator(device).manual_seed((seed * 4 + len(NAMES)) * 65_537 - 1)
-    x = torch.empty(work.heads, dtype=torch.float32, device=device).normal_(generator=generator)
+    x = torch.empty(work.heads, device=device).normal_(generator=generator)
     return (x + math.log(max(work.batch_pairs / (work.batch * work.queries), 1))).to(DTYPES[work.dtype])
 
 
@@ -105,8 +102,7 @@ class AttentionWork(Workload):
         self.cu_seqlens = work.cu_seqlens if work.seqlens else None
         self.inputs: list[Tensor] = []
         for which in NAMES if self.backward else NAMES[:3]:
-            shard = self.shard_of_input(which).detach().contiguous()
-            self.inputs.append(shard.requires_grad_(self.backward and which != "dout"))
+            self.inputs.append(self.shard_of_input(which).requires_grad_(self.backward and which != "dout"))
         self.q, self.k, self.v = self.inputs[:3]
         self.dout = self.inputs[3] if self.backward else None
         self.wanted = [self.q, self.k, self.v]  # whose gradients a backward gives
@@ -126,11 +122,17 @@ class AttentionWork(Workload):
             self.options |= {"prefix": tuple(self.inputs[-2:]), "prefix_tokens": work.prefix}
         self.release()
 
-    def whole_input(self, which: str) -> Tensor:
-        return global_input(self.experiment, which, self.me.device)
-
     def shard_of_input(self, which: str) -> Tensor:
-        return self.fn.shard(self.whole_input(which), self.cu_seqlens, role="kv" if which in ("k", "v") else "q")
+        """Without a check each rank draws its own, as a training step gets them, so that none holds a whole tensor."""
+        work, role, is_checked = self.spec, "kv" if which in ("k", "v") else "q", self.experiment.check.enabled
+        if is_checked:
+            whole = global_input(self.experiment, which, self.me.device)
+        else:  # a shape, in the memory of one element
+            shape = row_shape(work, which)
+            one = torch.ones((), dtype=DTYPES[work.dtype], device=self.me.device)
+            whole = one.expand(shape if work.seqlens else (work.batch, *shape))
+        shard = self.fn.shard(whole, self.cu_seqlens, role=role).detach().contiguous()
+        return shard if is_checked else shard.normal_()
 
     def call(self) -> Tensor:
         out: Tensor = self.fn(self.q, self.k, self.v, **self.options)

@@ -24,7 +24,11 @@ def run_s(spec: Experiment, each_s: float) -> float:
         number += LEADING_RUNS + options.profile_runs
     if spec.check.enabled:
         number += CHECK_RUNS * (spec.world_size if spec.model is not None else 1)
-    return number * each_s + _baseline_s(spec, each_s)
+    seconds = number * each_s
+    if spec.baseline != "none":
+        once_s = baseline_iteration_s(spec, each_s)
+        seconds += once_s * (1 + baseline_runs(options.timing_runs, once_s) * options.layers)
+    return seconds
 
 
 def phase_runs(spec: Experiment, iteration_s: float) -> int:
@@ -44,12 +48,3 @@ def baseline_iteration_s(spec: Experiment, each_s: float) -> float:
     if spec.baseline == "single":
         return each_s * spec.world_size
     return each_s * spec.workload.dense.batch_pairs / max(spec.workload.batch_pairs, 1)
-
-
-def _baseline_s(spec: Experiment, each_s: float) -> float:
-    if spec.baseline == "none":
-        return 0.0
-    options, seconds = spec.timing, baseline_iteration_s(spec, each_s)
-    if spec.baseline == "single":
-        return seconds * (1 + baseline_runs(options.timing_runs, seconds))
-    return seconds * (options.timing_runs + options.warmup_runs + 1) * options.layers

@@ -35,8 +35,9 @@ def reset_peak(device: torch.device) -> None:
 
 
 def of_gpu(device: torch.device) -> dict[str, int]:
-    """Bytes since `reset_peak`: PyTorch's peaks, symmetric memory (outside its allocator), and the pools of CUDA graphs."""
+    """Bytes since `reset_peak`: what PyTorch can still have, its peaks, symmetric memory (outside its allocator), and the pools of CUDA graphs."""
     return {
+        "free": torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
         "peak_allocated": torch.cuda.max_memory_allocated(),
         "peak_reserved": torch.cuda.max_memory_reserved(),
         "symmetric": transports.held_bytes(),

@@ -6,7 +6,6 @@ from attention.geometry.counts import sampled_places
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
 from runner.costs import dry_run, step_peak
-from runner.models import Config
 from runner.peers import variant
 
 TEXT_BYTES = 16 * 2 * 8  # of a token: ids and labels of the batches that training reads in turn
@@ -36,14 +35,12 @@ def _peak(spec: Experiment, kernel: str) -> int:
     chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
     problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     on_gpu = spec.device == "cuda"
-    passes = (
-        dry_run(
-            chosen, problem, work.shapes, options, rank=place * problem.ulysses, pulls=on_gpu, packed=work.seqlens is not None,
-            backward=spec.backward, kernel=kernel if on_gpu else "",
-        )
-        for place in sampled_places(problem)
-    )  # fmt: skip
-    return max(map(step_peak, passes))
+    about = {"pulls": on_gpu, "packed": work.seqlens is not None, "backward": spec.backward}
+    ranks = [place * problem.ulysses for place in sampled_places(problem)]
+    scratch = kernel if on_gpu else ""
+    return max(
+        step_peak(dry_run(chosen, problem, work.shapes, options, rank=rank, kernel=scratch, **about)) for rank in ranks
+    )
 
 
 def _of_model(spec: Experiment, kernel: str) -> int:
@@ -51,34 +48,26 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     the loss over the logits, or a layer's gradients. With recompute a layer keeps its input alone, until its backward computes
     the rest again."""
     assert spec.model is not None
-    call, config, e = spec.workload, spec.model.config(spec.workload), ITEMSIZE[spec.workload.dtype]
-    upcast = max(e, FP32)
-    replicated = spec.chosen is not None and spec.chosen.layout.replicated
-    rows = call.batch * -(-call.seq_len // (1 if replicated else spec.world_size))
-    parameters, text = config.matrices * e, rows * TEXT_BYTES
+    call, c, e = spec.workload, spec.model.config(spec.workload), ITEMSIZE[spec.workload.dtype]
+    rows, upcast = call.batch * -(-call.seq_len // spec.sharing), max(e, FP32)
+    row, layers = rows * e, c.layers + c.encoder_layers
+    parameters, text = c.matrices * e, rows * TEXT_BYTES
     beside = _peak(spec, kernel) if is_known(spec) else 0  # a lower bound elsewhere
-    heads = config.heads * config.head_dim, config.key_heads * config.head_dim
-    values, keys_values = config.heads * config.value_dim, config.key_heads * config.value_dim
+    keys_values = c.key_heads * (c.head_dim + c.value_dim)
+    projected = c.heads * c.head_dim + keys_values
     if not spec.backward:  # a layer's input and the encoder's output, beside what attention or the MLP holds at once
-        held = config.hidden * (2 if config.encoder_layers else 1)
-        attended = rows * e * (held + config.hidden + sum(heads) + keys_values) + beside
-        late = heads[1] + keys_values if spec.world_size > 1 else 0  # KV whose transfer to others has not ended yet
-        mlp = rows * e * (held + 3 * config.hidden + 3 * config.mlp_dim + late)
-        return parameters + text + max(attended, mlp, rows * e * (config.hidden + config.vocabulary))
+        held = c.hidden * (2 if c.encoder_layers else 1)
+        late = keys_values if spec.world_size > 1 else 0  # whose transfer to others has not ended yet
+        mlp = held + 3 * c.hidden + 3 * c.mlp_dim + late
+        attended = row * (held + c.hidden + projected) + beside
+        return parameters + text + max(attended, row * mlp, row * (c.hidden + c.vocabulary))
+    mlp = row * 4 * c.mlp_dim
     attended = (
-        sum(heads) + keys_values + values
-    ) * e + 4 * config.head_dim * upcast  # the last: sines of the rotary embedding
-    mlp = 4 * config.mlp_dim * e
-    layer = rows * (attended + mlp + 4 * config.hidden * e)
-    kept = _layers(config) * layer
-    if spec.model.recompute:
-        kept = _layers(config) * rows * config.hidden * e
-    loss = rows * config.vocabulary * 3 * upcast
-    again = layer if spec.model.recompute else 0
-    gradients = again + max(rows * (config.hidden + 2 * config.mlp_dim) * e, beside - rows * mlp)
-    step = 3 * parameters + text + rows * config.hidden * e + kept + max(loss, gradients)
-    return max(step, 4 * parameters + text)
-
-
-def _layers(config: Config) -> int:
-    return config.layers + config.encoder_layers
+        row * (projected + c.heads * c.value_dim) + rows * 4 * c.head_dim * upcast
+    )  # sines of the rotary embedding
+    layer = attended + mlp + row * 4 * c.hidden
+    kept, again = (row * c.hidden, layer) if spec.model.recompute else (layer, 0)
+    loss = rows * c.vocabulary * 3 * upcast
+    gradients = again + max(row * (c.hidden + 2 * c.mlp_dim), beside - mlp)
+    step = 3 * parameters + row * c.hidden + layers * kept + max(loss, gradients)
+    return text + max(step, 4 * parameters)

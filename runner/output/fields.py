@@ -276,6 +276,7 @@ class RankMemory(Part):
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     peak_resident: int | None = None
+    free: int | None = None  # what PyTorch could still have after the run
     symmetric: int = 0
     graphs: int = 0
     inputs: int = 0

@@ -118,19 +118,6 @@ def test_a_machine_of_several_kinds_of_gpus_has_the_memory_of_its_largest(tmp_pa
     assert environment.gpu_memory_bytes.__wrapped__() == 80 << 30
 
 
-def test_rounds_of_another_commit_machine_or_gpu_are_told_from_those_of_now():
-    git = {"commit": "abc", "dirty": False, "source": "git"}
-    cpu = {"git": git, "packages": {"torch": "2.9"}, "machine_id": "1", "variables": {}}
-    assert environment.changed(cpu, {**cpu, "boot_id": "2", "git": {**git, "source": "RUNNER_GIT_COMMIT"}}) == []
-    assert environment.changed(cpu, {**cpu, "git": {**git, "dirty": True}}) == ["commit"]
-    assert environment.changed({**cpu, "git": None}, {**cpu, "machine_id": "2"}) == ["commit", "machine"]
-    assert environment.changed(cpu, {**cpu, "packages": {"torch": "2.10"}}) == ["packages"]
-    gpus = cpu | {"gpus_before": [{"uuid": "GPU-2", "temperature.gpu": "30"}, {"uuid": "GPU-1"}]}
-    assert environment.changed(gpus, gpus | {"gpus_before": [{"uuid": "GPU-1"}, {"uuid": "GPU-2"}]}) == []
-    assert environment.changed(gpus, gpus | {"gpus_before": [{"uuid": "GPU-1"}]}) == ["GPUs"]
-    assert environment.changed(gpus, gpus | {"variables": {"CUDA_VISIBLE_DEVICES": "1"}}) == ["GPUs"]
-
-
 def test_machines_are_told_apart_without_saying_which_they_are():
     host = environment.host()
     for key, path in (("machine_id", "/etc/machine-id"), ("boot_id", "/proc/sys/kernel/random/boot_id")):

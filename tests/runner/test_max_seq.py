@@ -68,7 +68,7 @@ def test_the_longest_sequence_is_near_the_prediction(pool, tmp_path):
     assert abs(row.predicted / row.longest - 1) < 0.1 and row.error == row.predicted / row.longest - 1
     fitting = {trial["seq_len"]: trial for trial in row.trials if trial["fits"]}
     assert max(fitting) == row.longest < min(t["seq_len"] for t in row.trials if not t["fits"])
-    assert row.measured_peak == fitting[row.longest]["memory"][0]["needed"] <= row.limit
+    assert row.measured_peak == fitting[row.longest]["memory"]["by_rank"][0]["peak_resident"] <= row.limit
     assert row.experiment["workload"]["seq_len"] == row.longest
 
 

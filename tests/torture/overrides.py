@@ -112,7 +112,7 @@ def _stopped() -> int:
     from runner.__main__ import main
     from runner.launch.outcome import Outcome
 
-    app._in_world = lambda *_: Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
+    app._job = lambda *_: Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
     return main()
 
 
