@@ -221,7 +221,7 @@ def _follow(found: Any) -> int:
 
 def _program(head: Any = None) -> int:
     from runner import ab
-    from runner.config import overrides, resolve
+    from runner.config import folders, overrides, resolve
     from runner.config.values import InvalidConfig, Refused, message
 
     flags, given = overrides.split(sys.argv[1:])
@@ -238,10 +238,11 @@ def _program(head: Any = None) -> int:
     sys.argv[0] = "attention-runner" if installed else "python -m runner"
     resolve.register()
     try:
-        arguments, compared = ab.expand(given)
+        arguments, compared = ab.expand(folders.resumed(given))
     except InvalidConfig as error:
         return refuse(message(error), given)
-    if compared is not None and not {"-m", "--multirun"} & {*flags}:
+    goes_on = any(text.startswith("hydra.sweep.dir=") for text in arguments) and "resume=true" in arguments
+    if (compared is not None or goes_on) and not {"-m", "--multirun"} & {*flags}:
         flags.append("-m")
     multirun = any(f in ("-m", "--multirun") for f in flags)
     try:
@@ -304,6 +305,8 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
         if stops.exit_status is not None:  # even where unwinding raised another error
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
             display.err.print(f"{how}; what was finished is recorded")
+            for folder in app.tally.folders:
+                display.err.print(f"{sys.argv[0]} resume={folder} goes on", soft_wrap=True, markup=False)
             return stops.exit_status
         if isinstance(error, CannotWrite):
             print(f"error: {error}", file=sys.stderr)

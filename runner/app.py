@@ -239,7 +239,10 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
 def _job(spec: Experiment, folder: Path, this: int, of: int, place: str) -> Outcome:
     """Round `this` of `of` of a run, in its world."""
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
-    title = f"{spec.variant}, {ranks}, {spec.workload.describe()}" + (f", round {this + 1} of {of}" if this else "")
+    way = [way for way in (spec.options.get("grouping"), spec.kernel, spec.transport) if way not in (None, "auto")]
+    title = f"{' '.join([spec.variant, *way])}, {ranks}, {spec.workload.describe()}" + (
+        f", round {this + 1} of {of}" if this else ""
+    )
     job = {"experiment": rounds.part(spec, this, of).plain(), "folder": str(folder.absolute())}
     log, launch = folder / "run.log", spec.launch
     with display.Progress(title, metrics.iteration_flops(spec), place, tally.counts) as progress:

@@ -9,8 +9,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from runner.config.values import CannotWrite, Refused, shown
+from omegaconf import OmegaConf
 
+from runner.config.values import CannotWrite, InvalidConfig, Refused, shown
+
+PLAN = "multirun.yaml"  # what Hydra writes into a sweep's folder
 _stamps: dict[str, str] = {}  # by the folder that they stand in
 _making = False
 _locks: list[int] = []  # descriptors that lock the sweep's folder
@@ -55,12 +58,27 @@ def lock(folder: Path) -> None:
     """Keep other sweeps out of this sweep's folder until `begin` or the end of this program, by the file that Hydra writes there.
     Raises Refused where another one has it, OSError where nothing can be locked."""
     folder.mkdir(parents=True, exist_ok=True)
-    _locks.append(os.open(folder / "multirun.yaml", os.O_RDWR | os.O_CREAT, 0o666))
+    _locks.append(os.open(folder / PLAN, os.O_RDWR | os.O_CREAT, 0o666))
     try:
         fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         reason = "another sweep is writing there; wait for its end, or give another folder"
         raise Refused(f"hydra.sweep.dir={shown(str(folder))}: {reason}") from None
+
+
+def resumed(arguments: Sequence[str]) -> list[str]:
+    """The overrides, with those of the sweep that `resume=FOLDER` names and goes on in. Raises InvalidConfig."""
+    texts = [text for text in arguments if text.startswith("resume=") and text not in ("resume=true", "resume=false")]
+    if not texts:
+        return list(arguments)
+    folder = texts[-1].removeprefix("resume=")
+    path = Path(folder) / PLAN
+    if not path.is_file() or not path.stat().st_size:
+        reason = f"no {PLAN} there; give the folder of a sweep, or resume=true with the sweep's overrides"
+        raise InvalidConfig(f"resume={shown(folder)}: {reason}")
+    earlier = OmegaConf.select(OmegaConf.load(path), "hydra.overrides.task") or ()
+    both = [text for text in (*earlier, *arguments) if not text.startswith("resume=")]
+    return [*both, "resume=true", f"hydra.sweep.dir={folder}"]
 
 
 def output(arguments: Sequence[str]) -> Path:

@@ -87,14 +87,15 @@ def series(cfg: DictConfig) -> str:
 
 
 def run_name(cfg: DictConfig, gpus: int) -> str:
-    """The name of the run's folder: variant, config, sizes and the hash. world_size=auto becomes its value with `gpus`
+    """The name of the run's folder: variant, config, way, sizes and the hash. world_size=auto becomes its value with `gpus`
     usable GPUs."""
     world = cfg.world_size
     if world == "auto" and cfg.hardware.name in schema.HARDWARE:
         world = launch.world_size(cfg, gpus)
     parts = [cfg.attention.get("name", "none")]
     parts += [cfg.config] if cfg.model.get("name") == models.NONE else [cfg.model.get("name")]
-    parts += [] if cfg.mask.name == NONE else [cfg.mask.name]
+    ways = (cfg.attention.get("grouping"), cfg.mask.name, cfg.kernel.name, cfg.transport.name)
+    parts += [way for way in ways if way not in (None, NONE, AUTO)]
     tokens = cfg.seq_len
     if isinstance(cfg.seqlens, ListConfig) and all(isinstance(n, int) for n in cfg.seqlens):
         tokens = sum(cfg.seqlens)

@@ -160,7 +160,7 @@ COLUMNS = (
     _swept("q_len", "queries", none=True),
     _swept("kv_lengths", "keys", value=lambda run: _listed(run.asked.kv_lengths), none=True),
     _swept("prefix", "prefix", "{:,}", none=True),
-    _swept("seqlens", "sequences", value=_sequences, none=True, drop=2, wrapped=True),
+    _swept("seqlens", "sequences", value=_sequences, none=True, drop=8, wrapped=True),
     _swept("heads", "heads"),
     _swept("kv_heads", "KV heads"),
     _swept("head_dim", "D"),

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from attention.masks.band import Band
 from runner.output import columns, fields, summary, terminal
-from runner.output.columns import TABLE, Column, digits
+from runner.output.columns import TABLE, Column, differ, digits
 from runner.output.record import Result
 from runner.output.terminal import err as err
 from runner.output.terminal import flop, gib, new_table, note_dropped, seconds, show
@@ -23,6 +23,7 @@ BEYOND = [
     for column in TABLE
     if column.key in ("v_head_dim", "scale", "softcap", "sinks", "prefix", "kv_lengths", "seqlens")
 ]
+SWEPT = 10  # so much later a narrow terminal leaves out what the runs differ in
 LONG_S = 60.0  # a run expected to take longer is announced
 
 
@@ -329,7 +330,8 @@ def sweep_table(rows: list[dict[str, Any]]) -> None:
     needed = {"forward_ms"} if any(entry["status"] == "ok" and entry["total_ms"] is None for entry in rows) else set()
     needed |= {"status"} if any(entry["status"] != "ok" for entry in rows) else set()
     fewest = sorted(
-        (column for column in TABLE if column.drop and column.key not in needed), key=lambda column: column.drop
+        (column for column in columns if column.drop and column.key not in needed),
+        key=lambda column: column.drop + SWEPT * (not column.measured and differ(rows, column)),
     )
     dropped = show(table, [column.title for column in TABLE if column.wrapped], [column.title for column in fewest])
     for remark in summary.remarks(rows):

@@ -20,7 +20,7 @@ LONGEST_WORD = 26  # a longer one, such as a list of 40 lengths, may be broken
 def _console(stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        console.width = 200  # a file has no width
+        console.width = 100  # a file has no width
     return console
 
 
@@ -79,9 +79,12 @@ def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) ->
     """Print a table fitted to the terminal; returns the titles of the columns that were left out. No number is ever
     cut: a table that is still too wide continues in the terminal's next line."""
     fitted, dropped = fit(table, out.width, words, drop)
-    wide = Console(width=10_000, height=25)  # without a height, dumb terminals are 80 wide
-    needed = Measurement.get(wide, wide.options, fitted).maximum
-    (out if needed <= out.width else Console(width=needed, height=25, highlight=False)).print(fitted)
+    needed = Measurement.get(out, out.options.update(max_width=10_000), fitted).maximum
+    console = out if needed <= out.width else Console(width=needed, height=25, highlight=False)
+    with console.capture() as captured:
+        console.print(fitted)
+    lines = (line.rstrip() for line in captured.get().splitlines())
+    out.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
     return dropped
 
 

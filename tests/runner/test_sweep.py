@@ -49,7 +49,7 @@ def test_a_sweep_that_is_resumed_keeps_its_seed_and_what_is_ok_and_says_where_it
     crashed = next(folder.glob("ring_[!v]*/result.json"))
     crashed.write_text(crashed.read_text().replace('"status": "ok"', '"status": "crash"'))
     times = {path: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
-    done = run(tmp_path, *arguments, *QUICK, "resume=true")
+    done = run(tmp_path, f"resume={folder}")  # the line that an interrupted sweep prints
     assert done.stdout.count("kept from before") == 1 and interrupted.exists()
     assert {path for path, time in times.items() if path.stat().st_mtime_ns != time} == {crashed}
     assert used_seeds(folder) == {before}

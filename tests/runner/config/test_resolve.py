@@ -601,6 +601,10 @@ def test_a_runs_name_tells_variant_workload_sizes_and_identity():
     cfg = composed("attention=ring", "config=medium", "world_size=4", "dtype=fp32", "timing=simple")
     assert run_name(cfg, 0) == f"ring_medium_s8192_w4_fp32_simple_{identity(cfg)}"
     assert "_s600_" in run_name(composed("attention=llama3", "config=tiny", "seq_len=512", "seqlens=[100,500]"), 0)
+    ways = composed(
+        "attention=grouped", "config=tiny", "kernel=math", "mask=chunked", "mask.chunk=64", "attention.grouping=packed"
+    )
+    assert run_name(ways, 0).startswith("grouped_tiny_packed_chunked_math_s")
     odd = composed("config=tiny", "world_size='../x y'")
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", run_name(odd, 0))
 
