@@ -102,10 +102,9 @@ def points(runs: Iterable[Run]) -> list[Point]:
     return found
 
 
-def measured_rates(run: Run) -> bool:
-    """Whether the model has this machine's rates, and need not assume them."""
-    here = machine(run)
-    return here.ceilings is not None or here.measured(run.kernel or "")
+def calibrated(run: Run) -> bool:
+    """Whether the model describes the run and has the rates of its GPU, and need not assume them."""
+    return bool(known(run) and run.gpu and machine(run).measured(run.kernel or ""))
 
 
 def kernel_bytes(run: Run, which: str) -> int | None:

@@ -13,7 +13,7 @@ from runner.config import overrides
 from runner.output import display, results, summary
 from runner.output.record import Result
 from runner.report import charts, tables
-from runner.report.panels import memory
+from runner.report.panels import panels
 from runner.report.runs import read
 from tests.runner.test_cli import run as program
 from tests.support.composing import composed, configured, resolved
@@ -137,15 +137,18 @@ def test_dense_and_sparse_attention_are_two_curves_over_the_length(pool, tmp_pat
     runs = read([tmp_path])
     axes = charts.Axes.of(runs)
     assert axes.over == "seq_len"
-    for rows in (charts.few_lines(charts.points(runs, axes)), charts.few_lines(memory._rows(runs, 1))):
-        places = [(row["label"], row["panel"], row["over"]) for row in rows]
-        assert sorted(places) == [(mask, "", tokens) for mask in ("dca", "full") for tokens in (128, 256)]
+    drawn = {panel.name: panel.spec["data"]["values"] for panel in panels(runs)}
+    measured = [row for row in charts.points(runs, axes) if row["label"] == "dense"]
+    for rows in (drawn["memory"], charts.one_panel(measured, 2)):
+        places = {(row["label"], row["panel"], row["over"]) for row in rows}
+        assert places == {(mask, "", tokens) for mask in ("dca", "full") for tokens in (128, 256)}
     sparse = [run for run in runs if run.mask == "dca"]
     axes = charts.Axes.of(sparse)
-    assert {row["label"] for row in charts.points(sparse, axes)} == {"dca"}
-    beside = charts.dense_points(sparse, axes, "total")
-    assert {(row["label"], row["over"], row["time"]) for row in beside} == {
-        ("dense attention", run.seq_len, charts.short(run.dense_ms["total"])) for run in sparse
+    rows = charts.points(sparse, axes, "total")
+    assert {(row["label"], row["over"], row["time"]) for row in rows} == {
+        (label, run.seq_len, charts.short(ms))
+        for run in sparse
+        for label, ms in (("dca", run.ms("total")), ("dense attention", run.dense_ms["total"]))
     }
     titles = tables.runs_table(runs).titles
     assert {"sparsity", "FLOPs", "dense ms", "speedup"} <= set(titles)

@@ -44,7 +44,7 @@ function config(narrow) {
   return {
     background: "transparent",
     font: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif",
-    axis: { ...words, gridColor: line, domainColor: line, tickColor: line, gridOpacity: 0.5 },
+    axis: { ...words, gridColor: line, domainColor: line, tickColor: line, gridOpacity: 0.5, labelSeparation: 6 },
     legend: { ...words, symbolSize: 120, symbolStrokeWidth: 2, ...(narrow ? { orient: "bottom", columns: 1, direction: "vertical" } : {}) },
     header: { ...words, labelColor: fore, labelFontSize: 13, labelFontWeight: "bold" },
     title: { color: fore }, text: { fill: fore }, view: { stroke: null },

@@ -1,4 +1,4 @@
-"""One iteration on one clock, a lane for each rank's phases and one for its kernels."""
+"""What the ranks spend their time on, and when: the phases of each rank, and one iteration on one clock."""
 
 from __future__ import annotations
 
@@ -8,140 +8,164 @@ from typing import Any
 
 import altair as alt
 
-from runner.report.panels.panel import Panel
+from runner.report.charts import Panel, Row
+from runner.report.drawing import QUIET, panel, tips
 from runner.report.panels.recorded import (
     BESIDE,
-    BLOCK,
     COLORS,
     COMPUTE,
-    EXPOSED,
     KERNELS,
-    MERGE,
-    OTHER,
     OVERLAPPED,
-    RANKS,
-    TRANSFER,
     WHOLE,
     Bar,
-    Shown,
+    Recorded,
     alike,
     chosen,
     coarser,
+    spent,
     timeline,
 )
 from runner.report.runs import Run
 
-MOST_RUNS = 4
-MOST_BARS = 500  # of a run; where it has both, half of them for phases and half for kernels
+PHASES, TIMELINE = 6, 4  # runs at most
+MOST_BARS = 400  # of a run's phases, and of its kernels
 MOST_NAME = 60  # letters of a kernel's name
 FINEST = 1000  # bars shorter than this part of the longest iteration are drawn with their neighbours
-GROUPS = (COMPUTE, MERGE, EXPOSED, OVERLAPPED, RANKS, TRANSFER, BLOCK, OTHER)
 SHORT = {"forward": "fwd", "backward": "bwd"}
+LANE = r"replace(datum.label, /{}/, '')"
+OF_RANKS = (
+    "{} Of each run the iteration whose time is the median, all passes. A rank that ends a pass before the slowest waits for "
+    "other ranks; other is CPU launch overhead and gaps."
+)
+ONE_CLOCK = (
+    "Of each run the iteration whose time is the median, all ranks on one clock{}; the pause before a pass, in which the ranks are "
+    "aligned, is cut out. Where a lane is empty: CPU launch overhead and gaps."
+)
+CLOCKS = " (those of the {} before each pass, to some {:.2g} µs)"
+OF_KERNELS = (
+    "Kernels (on a CPU, phases) are from the trace of one iteration{}. There all ranks begin a pass within {:.3g} ms. "
+    "Communication is overlapped while compute runs, and drawn thin upon it; nothing is drawn where no kernel runs."
+)
 
 
-def draw(runs: Sequence[Run], which: str = "total") -> list[Panel]:
-    """One iteration of some runs, a facet for each; none where no phase or kernel has a begin and an end."""
-    shown, rule = chosen(runs, which, MOST_RUNS, placed=True)
-    if not shown:
-        return []
-    rows = [row for each in shown for row in _rows(each)]
-    used = {row["g"] for row in rows if "g" in row}
-    groups = [group for group in GROUPS if group in used]
-    colors = alt.Scale(domain=groups, range=[COLORS[group] + ("59" if group == OTHER else "") for group in groups])
-    lanes = sorted({row["l"] for row in rows if "l" in row}, key=lambda name: (int(name.split()[1]), name))
-    named = any(each.rows for each in shown)  # then each rank has a lane by its number alone
-    axis = alt.Axis(
-        labelExpr=r"replace(datum.label, /^rank \d+ /, '')" if named else "replace(datum.label, / kernels$/, '')"
-    )
-    x = alt.X(
-        "a:Q",
-        title="ms since the iteration began",
-        scale=alt.Scale(nice=False),
-        axis=alt.Axis(tickCount=10, labelOverlap=True),
-    )
-    y = alt.Y("l:N", title=None, scale=alt.Scale(domain=lanes), axis=axis)
-    titles = {"l": "lane", "q": "pass", "g": "time of", "p": "phase or kernel", "s": "step"}
-    tooltip: list[Any] = [alt.Tooltip(f"{key}:N", title=title) for key, title in titles.items()]
-    tooltip += [alt.Tooltip(f"{key}:Q", title=title, format=".4g") for key, title in (("m", "ms"), ("a", "from ms"))]
-    base = alt.Chart().encode(x=x)
-    bars = base.transform_filter("datum.b > datum.a").transform_calculate(m="datum.b - datum.a")
-    bars = bars.encode(x2="b:Q", y=y, color=alt.Color("g:N", title=None, sort=None, scale=colors), tooltip=tooltip)
-    beside = f"indexof({list(BESIDE)}, datum.g) >= 0"
-    main, thin = bars.transform_filter(f"!({beside})"), bars.transform_filter(beside)
-    passes = base.transform_filter("!datum.b")
-    begin = passes.mark_rule(strokeDash=[3, 3], color="#888")
-    names = passes.mark_text(align="left", dx=3, dy=-7, color="#888").encode(text="t:N", y=alt.value(0))
-    chart: Any = alt.layer(
-        main.mark_bar(), thin.mark_bar(height={"band": 0.5}), begin, names, data=alt.Data(values=rows)
-    )
-    chart = chart.properties(width=620 if named else 590, height=alt.Step(16))
-    header = alt.Header(labelOrient="top", labelAngle=0, labelAnchor="start", labelPadding=2)
-    chart = chart.facet(row=alt.Row("u:N", title=None, sort=[each.label for each in shown], header=header))
-    if not alike(shown):
-        chart = chart.resolve_scale(x="independent").resolve_axis(x="independent")
-    phases = (
-        f"Of each run the iteration nearest to the median, all ranks on one clock{_clocks(shown)}; the pause "
-        "before a pass, in which the ranks are aligned, is cut out. Grey is the rest of a pass: CPU launch overhead and gaps."
-    )
-    note = " ".join(filter(None, [f"{rule}.", phases if named else "", _about_kernels(shown, named)]))
-    return [Panel("timeline", "Timeline of one iteration", note, chart.to_dict())]
-
-
-def _about_kernels(shown: Sequence[Shown], beside_phases: bool) -> str:
-    """What the lanes of kernels are; empty without any."""
-    having = [each for each in shown if each.kernels]
-    if not having:
-        return ""
-    starts: dict[Any, list[float]] = defaultdict(list)
-    for each in having:
-        for row in each.kernels:
-            if row["phase"] == WHOLE:
-                starts[each.label, row["pass"]].append(row["start_ms"])
-    apart = max(max(of) - min(of) for of in starts.values())
-    left_out = sum(profile.kernels_left_out for each in having for profile in each.run.result.profile)
-    return (
-        "Kernels (on a CPU, phases) are from the trace of one iteration"
-        + (", another one than above; each pass begins with that of the phases. " if beside_phases else ". ")
-        + f"There all ranks begin a pass within {apart:.3g} ms. Communication is overlapped while compute runs, "
-        "and drawn thin upon it; nothing is drawn where no kernel runs."
-        + (f" The {left_out:,} shortest kernels are left out." if left_out else "")
+def colored(rows: Sequence[Row], field: str) -> Any:
+    """The colours of the groups that the rows have in `field`."""
+    used = {row.get(field) for row in rows}
+    groups = [group for group in COLORS if group in used]
+    return alt.Color(
+        f"{field}:N", title=None, sort=None, scale=alt.Scale(domain=groups, range=[COLORS[g] for g in groups])
     )
 
 
-def _rows(shown: Shown) -> list[dict[str, Any]]:
-    """The bars, and the passes' beginnings, with short keys: they are most of the panel."""
-    bars, passes = timeline(shown.usual, shown.ranks, shown.kernels)
-    idle = [Bar(rank, which, OTHER, "", -1, *place) for which, place in passes.items() for rank in shown.ranks]
-    least = max(bar.stop for bar in bars) / FINEST
-    kinds = [kind for kind in ([b for b in bars if not b.kernel], [b for b in bars if b.kernel]) if kind]
-    drawn = [bar for kind in kinds for bar in coarser(kind, MOST_BARS // len(kinds), least)]
-    found: list[dict[str, Any]] = [
-        {"u": shown.label, "t": SHORT.get(which, which), "a": round(begin, 5)} for which, (begin, _) in passes.items()
+def phases(runs: Sequence[Run], which: str) -> list[Panel]:
+    """A bar for each rank, of the time of each group of phases, a facet for each run; none without phases of several
+    ranks."""
+    recorded, rule = chosen(runs, which, PHASES, placed=False)
+    rows = [
+        {**row, "run": run.label, "rank": f"rank {row['rank']}", "ms": round(row["ms"], 5)}
+        for run in recorded
+        for row in spent(run)
+        if row["ms"] > 0
     ]
-    for bar in [*(idle if shown.rows else ()), *drawn]:
-        name = bar.phase if len(bar.phase) <= MOST_NAME else f"{bar.phase[:MOST_NAME]}…"
-        what = {"u": shown.label, "l": _lane(bar), "q": bar.which, "g": bar.group, "p": name}
-        step = bar.step if bar.step >= 0 else ""
-        found.append({**what, "s": step, "a": round(bar.start, 5), "b": round(bar.stop, 5)})
-    return found
+    if not rows:
+        return []
+    chart = alt.Chart(alt.Data(values=rows)).mark_bar()
+    chart = chart.transform_calculate(order=f"indexof({list(COLORS)}, datum.group)").encode(
+        x=alt.X("ms:Q", title="ms per iteration", stack="zero"),
+        y=alt.Y("rank:N", title=None, sort=[f"rank {rank}" for rank in recorded[0].ranks]),
+        color=colored(rows, "group"),
+        order="order:Q",
+        tooltip=tips("run rank pass group ms"),
+    )
+    size, scales = {"width": 300, "height": alt.Step(22)}, {} if alike(recorded) else {"x": "independent"}
+    notes = [OF_RANKS.format(rule)]
+    return [
+        panel(
+            "phases", "Phases of each rank", notes, chart, rows, size, size,
+            by="run", beside=70, legend={row["group"] for row in rows}, scales=scales,
+        )
+    ]  # fmt: skip
+
+
+def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
+    """One iteration of some runs, a facet for each; none where no phase or kernel has a begin and an end."""
+    recorded, rule = chosen(runs, which, TIMELINE, placed=True)
+    if not recorded:
+        return []
+    rows = [row for run in recorded for row in _rows(run)]
+    lanes = sorted({row["l"] for row in rows if "l" in row}, key=lambda name: (int(name.split()[1]), name))
+    with_phases = any(run.phases for run in recorded)  # then each rank has a lane by its number alone
+    axis = alt.Axis(labelExpr=LANE.format(r"^rank \d+ " if with_phases else " kernels$"))
+    x = alt.X("a:Q", title="ms since the iteration began", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=10))
+    fields = {"l": "lane", "q": "pass", "g": "time of", "p": "phase or kernel", "s": "step", "m": "ms", "a": "from ms"}
+    base = alt.Chart(alt.Data(values=rows)).encode(x=x)
+    bars = (
+        base.transform_filter("datum.b")
+        .transform_calculate(m="format(datum.b - datum.a, '.4~g')")
+        .encode(
+            x2="b:Q",
+            y=alt.Y("l:N", title=None, scale=alt.Scale(domain=lanes), axis=axis),
+            color=colored(rows, "g"),
+            tooltip=[alt.Tooltip(f"{field}:N", title=title) for field, title in fields.items()],
+        )
+    )
+    beside = f"indexof({list(BESIDE)}, datum.g) >= 0"
+    passes = base.transform_filter("!datum.b")
+    chart: Any = alt.layer(
+        bars.transform_filter(f"!({beside})").mark_bar(),
+        bars.transform_filter(beside).mark_bar(height={"band": 0.5}),
+        passes.mark_rule(strokeDash=[3, 3], color=QUIET),
+        passes.mark_text(align="left", dx=3, dy=-7, color=QUIET).encode(text="t:N", y=alt.value(0)),
+    ).properties(width=620, height=alt.Step(16))
+    header = alt.Header(labelOrient="top", labelAngle=0, labelAnchor="start", labelPadding=2)
+    chart = chart.facet(row=alt.Row("u:N", title=None, sort=[run.label for run in recorded], header=header))
+    if not alike(recorded):
+        chart = chart.resolve_scale(x="independent").resolve_axis(x="independent")
+    notes = [rule, ONE_CLOCK.format(_clocks(recorded)) if with_phases else "", _about_kernels(recorded, with_phases)]
+    return [
+        Panel("timeline", "Timeline of one iteration", " ".join(filter(None, notes)), chart.to_dict(validate=False))
+    ]
+
+
+def _about_kernels(recorded: Sequence[Recorded], beside_phases: bool) -> str:
+    """What the lanes of kernels are; empty without any."""
+    begins: dict[Any, list[float]] = defaultdict(list)
+    left_out = 0
+    for run in recorded:
+        left_out += sum(profile.kernels_left_out for profile in run.run.result.profile if run.kernels)
+        for row in run.kernels:
+            if row["phase"] == WHOLE:
+                begins[run.label, row["pass"]].append(row["start_ms"])
+    if not begins:
+        return ""
+    other = ", another one than above; each pass begins with that of the phases" if beside_phases else ""
+    note = OF_KERNELS.format(other, max(max(times) - min(times) for times in begins.values()))
+    return f"{note} The {left_out:,} shortest kernels are left out." if left_out else note
+
+
+def _rows(recorded: Recorded) -> list[Row]:
+    """The bars, and the passes' beginnings, with short keys: they are most of the panel."""
+    bars, passes = timeline(recorded)
+    rows: list[Row] = [{"t": SHORT.get(which, which), "a": round(begin, 5)} for which, begin in passes.items()]
+    least = max(bar.stop for bar in bars) / FINEST
+    for kernel in (False, True):
+        for bar in coarser([bar for bar in bars if bar.kernel == kernel], MOST_BARS, least):
+            name = bar.phase if len(bar.phase) <= MOST_NAME else f"{bar.phase[:MOST_NAME]}…"
+            what = {"l": _lane(bar), "q": bar.which, "g": bar.group, "p": name, "s": bar.step if bar.step >= 0 else ""}
+            rows.append({**what, "a": round(bar.start, 5), "b": round(bar.stop, 5)})
+    return [{"u": recorded.label, **row} for row in rows]
 
 
 def _lane(bar: Bar) -> str:
     """The name of a bar's lane: of a rank's first, the rank alone."""
-    rank, kind, lane = bar.place
-    kind = "" if kind == COMPUTE else KERNELS if kind == OVERLAPPED else kind
-    name = f"rank {rank} {kind}".strip()
-    return name if lane == 0 else f"{name} {lane + 1}"
+    rank, kind = bar.lane
+    return f"rank {rank} {'' if kind == COMPUTE else KERNELS if kind == OVERLAPPED else kind}".strip()
 
 
-def _clocks(shown: Sequence[Shown]) -> str:
+def _clocks(recorded: Sequence[Recorded]) -> str:
     """How far the clocks of the ranks may be apart."""
-    found = [each.run.result.comm.clocks for each in shown if each.run.result.comm and each.run.result.comm.clocks]
-    error = max((clocks.error_ms for clocks in found), default=0.0)
-    if all(clocks.count == 1 for clocks in found):
+    clocks = [run.run.result.comm.clocks for run in recorded if run.run.result.comm and run.run.result.comm.clocks]
+    if all(clock.count == 1 for clock in clocks):
         return ""
-    on_gpu = shown[0].run.result.asked.device == "cuda"
-    by = (
-        "those of the GPUs are aligned by the all-reduce" if on_gpu else "those of the hosts are aligned by the barrier"
-    )
-    return f" ({by} before each pass, to some {error * 1e3:.2g} µs)"
+    by = "GPUs are aligned by the all-reduce" if recorded[0].run.gpu else "hosts are aligned by the barrier"
+    return CLOCKS.format(by, max(clock.error_ms for clock in clocks) * 1e3)

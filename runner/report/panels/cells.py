@@ -1,0 +1,108 @@
+"""Charts with a row for each shape or variant."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import altair as alt
+
+from runner.report.charts import Panel, Row, few, place, point, several, short, timed, varying
+from runner.report.drawing import COLORS, QUIET, STEP, panel, tips, width
+from runner.report.labels import labels
+from runner.report.runs import Run
+from runner.report.tables import rate_title
+
+MOST_SHAPES = 40
+CELL = {"width": 92, "height": 22}  # points
+KERNELS = (
+    "{} of each kernel; the darker, the nearer to the fastest kernel of that shape. An empty cell: not run, or refused by the "
+    "kernel."
+)
+TENSORS = ("out", "dq", "dk", "dv")
+MOST_LABELS = 30
+ERRORS = (
+    "Relative L2 error against the reference, of the run with the largest error; thin lines reach from the least to the "
+    "largest of a variant's runs. The grey tick is one local call of the same kernel on the same inputs: a point far right of its "
+    "tick loses accuracy by the way it is split. A red cross did not pass its check."
+)
+
+
+def kernels(runs: Sequence[Run], which: str) -> list[Panel]:
+    """A heat map of the rate of each kernel at each shape, where several kernels were asked for by name at several shapes; a
+    panel for each variant and its options."""
+    runs = [run for run in timed(runs) if run.asked_kernel == run.kernel]
+    named = labels(runs, without={"asked_kernel"})
+    keys = sorted(varying(runs), key=lambda key: key == "seq_len")  # lengths of a shape beneath each other
+    rows = [point(run, named[run], named[run], which, shape=place(run, keys)) for run in runs]
+    rows = several(several(rows, "kernel", "label", "shape"), "shape", "label")
+    shapes, left_out = few([*dict.fromkeys(row["shape"] for row in rows)], MOST_SHAPES, "shapes")
+    rows = [row for row in rows if row["shape"] in shapes]
+    if not rows:
+        return []
+    names = sorted({row["kernel"] for row in rows})
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=alt.X("kernel:N", title=None, sort=names, axis=alt.Axis(orient="top", labelAngle=0)),
+        y=alt.Y("shape:N", title=None, sort=shapes),
+        tooltip=tips("shape kernel label tflops time share"),
+    )
+    base = base.transform_joinaggregate(fastest="min(time)", groupby=["label", "shape"])
+    base = base.transform_calculate(share="datum.fastest / datum.time")
+    scale = alt.Scale(domain=[0, 1], range=["#f4f7fb", "#9dc1ee", "#1d5fbf"])
+    cells = base.mark_rect(stroke="#fff").encode(color=alt.Color("share:Q", scale=scale, legend=None))
+    # cells have the same colours on light and dark pages
+    ink = alt.condition("datum.share > 0.75", alt.value("#fff"), alt.value("#1f2328"))
+    text = base.mark_text(fontSize=12).encode(text=alt.Text("tflops:Q", format=".3~r"), color=ink)
+    size = {"width": CELL["width"] * len(names), "height": CELL["height"] * len(shapes)}
+    notes = [KERNELS.format(rate_title(runs)), left_out]
+    return [panel("kernels", "Kernels by shape", notes, alt.layer(cells, text), rows, size, size, beside=width(shapes))]
+
+
+def errors(runs: Sequence[Run], which: str) -> list[Panel]:
+    """A panel for each tensor, where several labels were checked: of each label the run with the largest error."""
+    checked = [run for run in runs if run.attention and run.result.correctness]
+    named = labels(checked)
+    tensors: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for run in checked:
+        check = run.result.correctness
+        for name in TENSORS:
+            error = check and check.tensors.get(name)
+            if check and error and error.rel_l2:
+                tensors[name, named[run]].append({
+                    "label": named[run], "panel": name, "error": short(error.rel_l2, 3), "local": short(error.local_rel_l2, 3),
+                    "ratio": short(error.ratio_to_local, 3), "passed": check.passed is not False, "seq_len": run.seq_len,
+                    "ranks": run.world_size,
+                })  # fmt: skip
+    rows = [
+        max(group, key=lambda row: (not row["passed"], row["error"])) | {"least": min(row["error"] for row in group)}
+        for group in tensors.values()
+    ]
+    worst: dict[str, float] = defaultdict(float)
+    for row in rows:
+        worst[row["label"]] = max(row["error"], worst[row["label"]])
+    if len(worst) < 2:
+        return []
+    kept = sorted(worst, key=lambda label: -worst[label])[:MOST_LABELS]
+    rows = [row for row in rows if row["label"] in kept]
+    left_out = f"The {MOST_LABELS} of {len(worst)} variants with the largest errors." if len(worst) > len(kept) else ""
+    scale = alt.Scale(type="log", nice=False, padding=12)
+
+    def over(field: str) -> alt.X:
+        axis = alt.Axis(format="~e", labelOverlap=True)
+        return alt.X(f"{field}:Q", title="relative L2 error", scale=scale, axis=axis)
+
+    order = [label for label in worst if label in kept]
+    base = alt.Chart(alt.Data(values=rows)).encode(
+        x=over("error"),
+        y=alt.Y("label:N", title=None, sort=order),
+        tooltip=tips("label error local ratio seq_len ranks"),
+    )
+    passed = alt.Scale(domain=[True, False], range=[COLORS[0], COLORS[3]])
+    shapes = alt.Scale(domain=[True, False], range=["circle", "cross"])
+    local = base.mark_tick(color=QUIET, thickness=2, size=16).encode(x=over("local"))
+    spread = base.mark_rule(strokeWidth=1.5, opacity=0.6, color=QUIET).encode(x2="least:Q")
+    points = base.mark_point(filled=True, size=60, opacity=1).encode(
+        shape=alt.Shape("passed:N", legend=None, scale=shapes), color=alt.Color("passed:N", legend=None, scale=passed)
+    )
+    size, chart = {"width": 300, "height": STEP * len(order)}, alt.layer(local, spread, points)
+    return [panel("errors", "Errors by tensor", [ERRORS, left_out], chart, rows, size, size, beside=width(order))]

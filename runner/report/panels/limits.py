@@ -1,0 +1,99 @@
+"""Charts of points against a limit: the machine's ceilings, and the model of time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import median
+
+from runner.report.charts import MOST_LINES, Panel, Row, few, point, short, timed
+from runner.report.drawing import Axis, lines
+from runner.report.labels import labels
+from runner.report.modelled import calibrated, kernel_bytes, points
+from runner.report.runs import Run
+from runner.report.table import fact
+from runner.report.tables import rate_title
+
+ROOFLINE = (
+    "Dashed: the highest rate that this machine's measured ceilings allow, sloped where bytes bind and flat where compute "
+    "does. The nearer a point is to it, the less there is to gain; under the slope, move fewer bytes. Bytes are the fewest "
+    "that a rank's kernels and transfers can move. {}"
+)
+PREDICTED = (
+    "Times by the model of time, uncalibrated. On the dashed line both agree; a point above it ran faster than predicted. "
+    "Errors: median {:.0%}, largest {:.0%}. {}"
+)
+MOST_ROOFLINE, MOST_PREDICTED = 400, 100  # runs
+LEAST = 4  # predicted points
+
+
+def roofline(runs: Sequence[Run], which: str) -> list[Panel]:
+    """A point for each run with counted bytes and measured ceilings; a panel for the bytes of device memory and one for
+    those that a rank receives, for each dtype and world size, below the highest ceilings of its runs, since disturbances
+    make one too low."""
+    runs, left_out = few([run for run in timed(runs) if run.result.ceilings and not run.model], MOST_ROOFLINE, "runs")
+    named = labels(runs)
+    panels: dict[str, list[Row]] = defaultdict(list)
+    roofs: dict[str, list[float]] = {}  # TFLOP/s and GB/s
+    for run in runs:
+        metrics, ceilings = run.result.metrics, run.result.ceilings
+        row = point(run, named[run], "", which, variant=run.attention, seq_len=fact(run, "seq_len"))
+        measured = row["pass"]
+        if metrics is None or not metrics.flops.get(measured) or "matmul_tflops" not in ceilings:
+            continue
+        for name, ceiling, size in (
+            ("device memory", "copy_gb_s", kernel_bytes(run, measured)),
+            (f"links, {run.world_size} ranks", "link_gb_s", metrics.passes[measured].received),
+        ):
+            if size and ceiling in ceilings:
+                panel, tops = f"{name}, {run.dtype}", [ceilings["matmul_tflops"], ceilings[ceiling]]
+                roofs[panel] = [*map(max, tops, roofs.get(panel, tops))]
+                intensity = short(metrics.flops[measured] / (run.world_size or 1) / size)
+                panels[panel].append(row | {"panel": panel, "intensity": intensity})
+    guides: list[Row] = []
+    for panel, rows in panels.items():
+        compute, bandwidth = roofs[panel]
+        for row in rows:
+            row["share"] = short(row["tflops"] / min(compute, bandwidth * row["intensity"] / 1e3), 3)
+        ridge = compute / bandwidth * 1e3
+        own = [ridge, *(row["intensity"] for row in rows)]
+        for x in (min(own) / 2, ridge, max(own) * 2):
+            guides.append({"panel": panel, "intensity": short(x), "tflops": short(min(compute, bandwidth * x / 1e3))})
+    x, y = Axis("intensity", "FLOPs a byte", "~s", log=1), Axis("tflops", rate_title(runs), log=1)
+    about = ("roofline", "Roofline", ROOFLINE.format(left_out))
+    rows = few_colors([row for rows in panels.values() for row in rows])
+    return lines(
+        *about, rows, x, y, "label variant kernel seq_len pass intensity tflops share", guides=guides, connected=False
+    )
+
+
+def few_colors(rows: list[Row]) -> list[Row]:
+    """The rows, labelled by the first of the setting, the variant and the kernel that has few values."""
+    counts = {key: len({row[key] for row in rows}) for key in ("label", "variant", "kernel")}
+    key = next((key for key, n in counts.items() if 1 < n <= MOST_LINES), "variant")
+    return [row | {"label": row[key]} for row in rows]
+
+
+def predicted(runs: Sequence[Run], which: str) -> list[Panel]:
+    """A point for each pass of a run that the model of time describes, on GPUs whose rates are measured."""
+    runs, left_out = few([run for run in timed(runs) if calibrated(run)], MOST_PREDICTED, "runs")
+    named = labels(runs)
+    rows = [
+        point(
+            made.run, named[made.run], "", made.which, variant=made.run.attention,
+            predicted=short(made.model.ms), seq_len=fact(made.run, "seq_len"), ranks=made.run.world_size,
+            error=short(made.model.ms / made.measured - 1, 3),
+        )
+        for made in points(runs)
+    ]  # fmt: skip
+    if len(rows) < LEAST:
+        return []
+    ends = [ms for row in rows for ms in (row["time"], row["predicted"])]
+    guides = [{"panel": "", "time": ms, "predicted": ms} for ms in (min(ends), max(ends))]
+    errors = [abs(row["error"]) for row in rows]
+    note = PREDICTED.format(median(errors), max(errors), left_out)
+    x, y = Axis("time", "measured, ms", log=1), Axis("predicted", "predicted, ms", log=1)
+    fields = "label variant kernel pass seq_len ranks predicted time error"
+    return lines(
+        "predicted", "Predicted against measured", note, few_colors(rows), x, y, fields, guides=guides, connected=False
+    )
