@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import attention
@@ -61,20 +60,6 @@ class InnerAttention(nn.Module):
         return self.fn(q, k, v, causal=True, window=self.window, scale=scale, cu_seqlens=lengths)
 
 
-class OneRank(nn.Module):
-    """The same on one rank, by PyTorch: each document by itself."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, attention_masks: Packed | None = None, **options: bool | float | None
-    ) -> Tensor:
-        if attention_masks is None:
-            out = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, **options)
-            return out.transpose(1, 2)
-        sizes = torch.tensor(attention_masks.cu_seqlens).diff().tolist()
-        documents = zip(*(x.split(sizes) for x in (q, k, v)), strict=True)
-        return torch.cat([self(*(x[None] for x in each), **options)[0] for each in documents])
-
-
 class Block(nn.Module):
     """Projections around an inner attention. x: `[B, s, C]`, or `[t, C]` of a packed batch."""
 
@@ -91,7 +76,7 @@ class Block(nn.Module):
 
 def compare(fn: attention.ContextParallel, x: Tensor, masks: Packed | None) -> tuple[float, float]:
     """The largest differences of out and of gradients (relative) from those of one rank. x: global."""
-    alone, sharded = Block(OneRank()), Block(InnerAttention(fn))
+    alone, sharded = (Block(InnerAttention(each)) for each in (attention.make("dense"), fn))
     sharded.load_state_dict(alone.state_dict())
     lengths = None if masks is None else masks.cu_seqlens
     out = sharded(fn.shard(x.unsqueeze(-2), lengths).squeeze(-2), masks)

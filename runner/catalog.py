@@ -1,7 +1,7 @@
 """`python -m runner.catalog [attention|mask|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
 groups, or of all: what each is, whether it works on this machine, and if not, why.
 
-`python -m runner.catalog support`: what every variant does with every kernel under every mask: honoured, or refused and why.
+`python -m runner.catalog support`: what every variant and every kernel does under every mask: honoured, or refused and why.
 
 `python -m runner.catalog cost config=llama3_70b world_size=64`: the FLOPs, bytes and memory of each variant, before it runs."""
 

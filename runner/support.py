@@ -1,10 +1,9 @@
-"""What every variant does with every kernel under every mask, asked of the library itself: honoured, or refused and why.
+"""What every variant and every kernel does under every mask, asked of the library itself: honoured, or refused and why.
 `python -m runner.catalog support` prints it; `python -m runner.support` writes it to docs/support.md."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -30,7 +29,6 @@ from attention.variants.base import Variant
 from attention.variants.registry import MIXTURES, VARIANTS
 from runner.config.rules.attention import module_lacks
 from runner.config.variants import MODULES, ONE_RANK
-from runner.peers import PEERS, Package
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 TOKENS, WORLD, HEADS, HEAD_DIM, VALUE_DIM = 1024, 4, 8, 128, 64
@@ -100,7 +98,6 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
         kernel = made_for(kernel.name, shape)
         refused = (
             _module(variant, setting)
-            or _peer(variant, kernel, problem, setting)
             or _kernel_refuses(kernel, shape, problem, setting)
             or (_graphs_refused(variant, kernel, problem) if setting.graphs else None)
         )
@@ -150,24 +147,7 @@ def _module(variant: Variant[Any], setting: Setting) -> str | None:
     return module_lacks(variant.name, found) if variant.name in MODULES and found else None
 
 
-def _peer(variant: Variant[Any], kernel: Kernel, problem: Problem, setting: Setting) -> str | None:
-    if not isinstance(variant, Package):
-        return None
-    if variant.own_kernel and kernel.name not in variant.kernels:
-        return f"kernel: {variant.name} brings its own kernel; use kernel=auto"
-    if variant.only and kernel.name not in variant.kernels:
-        return f"kernel: {variant.name} runs PyTorch's own kernels only; use {', '.join(variant.kernels)} or auto"
-    if variant.half and setting.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype: {variant.name} is for bf16 and fp16 only; use dtype=bf16"
-    for asked in ("sinks", "softcap", "v_head_dim"):
-        if getattr(setting, asked):
-            return f"{asked}: {variant.name} has none here; our own variants take {asked}"
-    return variant.refuses(problem, HEADS, setting.kv_heads, scaled=False, backward=True)
-
-
 def _graphs_refused(variant: Variant[Any], kernel: Kernel, problem: Problem) -> str | None:
-    if isinstance(variant, Package):
-        return f"replay=graphs: {variant.name} brings its own exchange"
     transport = SimpleNamespace(name="symm", pulls=True, note="")
     plan: Any = SimpleNamespace(
         variant=variant, options=variant.parse({}), problem=problem, kernel=kernel, transport=transport
@@ -176,20 +156,8 @@ def _graphs_refused(variant: Variant[Any], kernel: Kernel, problem: Problem) -> 
     return f"replay=graphs: {reason}" if reason else None
 
 
-Answers = tuple[tuple[str | None, ...], ...]  # by variant, by column
-
-
-def _answers(kernel: Kernel, variants: Iterable[Variant[Any]], columns: Sequence[Setting]) -> Answers:
-    return tuple(
-        tuple(_general(why_not(variant, kernel, setting), variant, setting) for setting in columns)
-        for variant in variants
-    )
-
-
-def _general(reason: str | None, variant: Variant[Any], setting: Setting) -> str | None:
+def _general(reason: str, variant: Variant[Any], setting: Setting) -> str:
     """A reason without the names of this variant and mask and without counts, so that many cells share a note."""
-    if reason is None:
-        return None
     reason = reason.replace(str(EXAMPLES[setting.mask]), "MASK")
     reason = re.sub(rf"\b{variant.name} (?=is|has|takes|works|brings|runs|balances)", "VARIANT ", reason)
     reason = re.sub(r"\d+ tiles", "some tiles", reason)
@@ -198,31 +166,32 @@ def _general(reason: str | None, variant: Variant[Any], setting: Setting) -> str
 
 @lru_cache(maxsize=1)
 def page() -> str:
-    """The page as markdown: a section for each group of kernels that answer alike, reasons as numbered notes."""
+    """The page as markdown: a table of variants and one of kernels, their reasons as numbered notes."""
     notes: dict[str, int] = {}
-    variants = [*VARIANTS.values(), *MIXTURES.values(), *PEERS.values()]
     columns = {**{name: Setting(mask=name) for name in EXAMPLES}, **FEATURES}
-    groups: dict[Answers, list[str]] = {}
-    for kernel in KERNELS.values():
-        groups.setdefault(_answers(kernel, variants, list(columns.values())), []).append(kernel.name)
-    found = [INTRODUCTION]
-    for answers, names in groups.items():
-        found += [f"## Kernel {', '.join(names)}\n"]
-        for part in (list(EXAMPLES), list(FEATURES)):
-            first = list(columns).index(part[0])
-            found += [f"| variant | {' | '.join(part)} |", f"|---|{'---|' * len(part)}"]
-            for variant, row in zip(variants, answers, strict=True):
-                cells = (_cell(reason, notes) for reason in row[first : first + len(part)])
-                found.append(f"| {variant.name} | {' | '.join(cells)} |")
-            found.append("")
-    found += ["## Notes\n", *(f"{number}. {reason}" for reason, number in notes.items())]
-    return "\n".join(found) + "\n"
+    math, ring = KERNELS["math"], VARIANTS["ring"]
+    lines = [INTRODUCTION]
+    for title, rows in (
+        ("Variants, with the kernel math", {v.name: (v, math) for v in (*VARIANTS.values(), *MIXTURES.values())}),
+        ("Kernels, with the variant ring", {kernel.name: (ring, kernel) for kernel in KERNELS.values()}),
+    ):
+        lines.append(f"## {title}\n")
+        for names in (EXAMPLES, FEATURES):
+            lines += [f"| | {' | '.join(names)} |", f"|---|{'---|' * len(names)}"]
+            for name, (variant, kernel) in rows.items():
+                cells = (_cell(variant, kernel, columns[column], notes) for column in names)
+                lines.append(f"| {name} | {' | '.join(cells)} |")
+            lines.append("")
+    lines += ["## Notes\n", *(f"{number}. {reason}" for reason, number in notes.items())]
+    return "\n".join(lines) + "\n"
 
 
-def _cell(reason: str | None, notes: dict[str, int]) -> str:
-    if reason == PADDED:
-        return PADDED
-    return "yes" if reason is None else f"({notes.setdefault(reason, len(notes) + 1)})"
+def _cell(variant: Variant[Any], kernel: Kernel, setting: Setting, notes: dict[str, int]) -> str:
+    reason = why_not(variant, kernel, setting)
+    if reason in (None, PADDED):
+        return reason or "yes"
+    reason = _general(str(reason), variant, setting)
+    return f"({notes.setdefault(reason, len(notes) + 1)})"
 
 
 INTRODUCTION = f"""# Support
@@ -234,7 +203,8 @@ default options, every package installed and the transport symm.
 
 - `yes`: honoured; `padded`: honoured with values of {VALUE_DIM} filled up to {HEAD_DIM} (column v_head_dim). A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
 - The first table of a section has the masks, the second has other properties of a causal call. A decode has one query.
-- Kernels that answer alike share a section. {" ".join(f"`{name}` is for one GPU." for name in ONE_RANK)}
+- A variant under another kernel also lacks what the kernel lacks. {" ".join(f"`{name}` is for one GPU." for name in ONE_RANK)}
+- External packages: docs/external.md.
 """
 
 
