@@ -37,10 +37,10 @@ class Part(NamedTuple):
         """Its rows of `[..., H, S]`."""
         return lse[..., self.heads, self.queries]
 
-    def share(self, lse: Tensor, whole: Tensor) -> Tensor:
-        """The weight of its out in the whole's, `[..., s, h, 1]`, from its LSE and that of the whole."""
-        total = self.of_lse(whole)
-        return (lse - total.masked_fill(total == -torch.inf, 0)).exp().mT.unsqueeze(-1)
+
+def weight(lse: Tensor, total: Tensor) -> Tensor:
+    """The weight of an out in a whole, `[..., S, H, 1]`, by the LSE of both, `[..., H, S]`."""
+    return (lse - total.masked_fill(total == -torch.inf, 0)).exp().mT.unsqueeze(-1)
 
 
 def parts(experiment: Experiment, device: torch.device, first_head: int, heads: int) -> Iterator[Part]:
@@ -86,12 +86,13 @@ def results(
         result = chosen.forward(*given, part.call)
         lse[..., part.heads, part.queries] = part.of_lse(lse).logaddexp(result[1])
         calls.append((part, chosen, given, *result))
-    if sinks is not None:
-        lse = lse.logaddexp(sinks.to(dtype).unsqueeze(-1))
     whole = v.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
     for part, _, _, out, own in calls:
-        whole[..., part.queries, part.heads, :] += out * part.share(own, lse)
+        whole[..., part.queries, part.heads, :] += out * weight(own, part.of_lse(lse))
     whole = whole.to(q.dtype)
+    if sinks is not None:
+        with_sinks = lse.logaddexp(sinks.to(dtype).unsqueeze(-1))
+        whole, lse = (whole * weight(lse, with_sinks)).to(q.dtype), with_sinks
     divisor = 1 if experiment.dilation is None else experiment.dilation.divisor
     found = {"out": whole / divisor}
     for dout in douts:
@@ -99,7 +100,7 @@ def results(
         for part, chosen, given, out, own in calls:
             rows = part.of_queries(dout)
             if experiment.dilation is not None and experiment.dilation.weights == "detached":
-                rows = (rows * part.share(own, lse)).to(q.dtype)
+                rows = (rows * weight(own, part.of_lse(lse))).to(q.dtype)
             else:
                 out, own = part.of_queries(whole), part.of_lse(lse).contiguous()
             grads = chosen.backward(rows, *given, out, own, part.call)
@@ -110,5 +111,6 @@ def results(
         found |= {name: (x / divisor).to(q.dtype) for name, x in zip(("dq", "dk", "dv"), grads, strict=True)}
         if sinks is not None:
             share = (sinks.to(dtype).unsqueeze(-1) - lse).exp().masked_fill(lse == -torch.inf, 0)
-            found["dsinks"] = -(share * (dout.to(dtype) * whole).sum(-1).mT).sum(-1).view(-1) / divisor
+            dsinks = -(share * (dout.to(dtype) * whole).sum(-1).mT).sum(-1).view(-1)
+            found["dsinks"] = dsinks.to(sinks.dtype) / divisor
     return {name: x[0] if batched and name != "dsinks" else x for name, x in found.items()}

@@ -94,20 +94,20 @@ class Seen:
             step.index_put_((row.to(device), places.to(device)), step.new_tensor(change), accumulate=True)
         return (step.cumsum_(1) == 0)[:, :-1]
 
-    def chunks(self, rows: Rows, scores: int) -> Iterator[Rows]:
+    def chunks(self, rows: Sequence[Rows], scores: int) -> Iterator[Rows]:
         """The rows in chunks of at most `scores` scores per head; above `LEAST_ROWS` rows, most scores are visible."""
-        start, stop = rows
         n = LEAST_ROWS
-        while start < stop:
-            n = min(2 * n, stop - start)
-            while n > 1:
-                _, first, end = self._intervals((start, start + n))
-                computed = n * _number(self.columns((start, start + n)))
-                if computed <= scores and (n <= LEAST_ROWS or int((end - first).sum()) >= BUSY * computed):
-                    break
-                n = (n + 1) // 2
-            yield start, start + n
-            start += n
+        for start, stop in rows:
+            while start < stop:
+                n = min(2 * n, stop - start)
+                while n > 1:
+                    _, first, end = self._intervals((start, start + n))
+                    computed = n * _number(self.columns((start, start + n)))
+                    if computed <= scores and (n <= LEAST_ROWS or int((end - first).sum()) >= BUSY * computed):
+                        break
+                    n = (n + 1) // 2
+                yield start, start + n
+                start += n
 
     def _intervals(self, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
         """The intervals of keys that these queries see: each one's row (from 0), first key and end, int64 `[intervals]`."""
@@ -175,9 +175,7 @@ def attend(
     once. rows: compute only these queries; out, dq and the LSE hold them side by side. softcap: scaled scores x become
     `softcap * tanh(x / softcap)`. sinks: `[H]`, a score of each head beside those of all keys, with the value 0. Raises ValueError
     for numbers of tokens or heads that do not fit."""
-    if (len(q), len(k)) != (seen.queries, seen.keys) or q.shape[1] % k.shape[1]:
-        must = f"must be [{seen.queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
-        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
+    _check(q, k, seen)
     least = smallest(q.dtype)
     kv_heads, group = k.shape[1], q.shape[1] // k.shape[1]
     sink = (q.new_full((q.shape[1],), -torch.inf) if sinks is None else sinks).to(dtype).view(kv_heads, group)
@@ -189,9 +187,7 @@ def attend(
         terms = torch.cat([vv, vv * kk * unit], -1)  # the squares of a term of out, and of dq by that of dout
         dk, dv, dkv2 = (torch.zeros_like(x) for x in (k_, v_, terms))
         dsinks = k_.new_zeros(2, kv_heads, group)  # and their squares
-        for chunk in (
-            chunk for part in rows or [(0, seen.queries)] for chunk in seen.chunks(part, scores // q.shape[1])
-        ):
+        for chunk in seen.chunks(rows or [(0, seen.queries)], scores // q.shape[1]):
             keys = seen.columns(chunk)
             hidden = seen.hidden(chunk, keys, q.device)
             keys = keys if isinstance(keys, slice) else keys.to(q.device)
@@ -209,9 +205,7 @@ def attend(
                 del p2
                 dv[:, keys] += p.mT @ dout_
                 delta = (dout_ * out).sum(-1, keepdim=True)
-                ds = (dout_ @ v_[:, keys].mT).sub_(delta).mul_(p).mul_(scale)
-                if slope is not None:
-                    ds.mul_(slope)
+                ds = (dout_ @ v_[:, keys].mT).sub_(delta).mul_(p).mul_(slope)
                 dk[:, keys] += ds.mT @ q_
                 results |= {"dq": ds @ k_[:, keys], "dq2": dq2 * oo}
                 share = (sink_ - lse).exp()
@@ -229,6 +223,12 @@ def attend(
     return Reference(values, least)
 
 
+def _check(q: Tensor, k: Tensor, seen: Seen) -> None:
+    if (len(q), len(k)) != (seen.queries, seen.keys) or q.shape[1] % k.shape[1]:
+        must = f"must be [{seen.queries}, H, D] and [{seen.keys}, Hk, D], H a multiple of Hk"
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}: {must}")
+
+
 def smallest(dtype: torch.dtype) -> float:
     """The smallest normal number, where results are that small: in fp16."""
     return torch.finfo(dtype).smallest_normal if dtype == torch.float16 else 0.0
@@ -236,14 +236,14 @@ def smallest(dtype: torch.dtype) -> float:
 
 def _softmax(
     q: Tensor, k: Tensor, scale: float, softcap: float | None, hidden: Tensor | None, sink: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(p `[Hk, G * rows, keys]`, the slope of the softcap at each score, LSE `[Hk, G * rows, 1]`): p is 0 in a row without keys, and
-    the LSE that of the sink. sink: of each row, `[Hk, G * rows, 1]`, -inf for none."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(p `[Hk, G * rows, keys]`, the slope of the scores by `q k`, LSE `[Hk, G * rows, 1]`): p is 0 in a row without keys, and the LSE
+    that of the sink. sink: of each row, `[Hk, G * rows, 1]`, -inf for none."""
     s = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=scale)
-    slope = None
+    slope = s.new_tensor(scale)
     if softcap is not None:
         s.div_(softcap).tanh_()
-        slope = 1 - s.square()
+        slope = (1 - s.square()).mul_(scale)
         s.mul_(softcap)
     if hidden is not None:
         s.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, -torch.inf)

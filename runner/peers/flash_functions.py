@@ -53,7 +53,6 @@ def _forward(
     window_size_right: int = -1, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """`_flash_attn_forward` and, with cu_seqlens, `_flash_attn_varlen_forward`."""
-    _check_unused(others)
     mask = Band.of(causal, (window_size_left, window_size_right))
     call = Call(softmax_scale, mask, *_packed(cu_seqlens_q, cu_seqlens_k))
     return *_serving[0].forward(q, k, v, call), None, None
@@ -66,7 +65,6 @@ def _backward(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **others: Any,
 ) -> None:  # fmt: skip
     """`_flash_attn_backward`, whose order of arguments yunchang relies on, and `_flash_attn_varlen_backward`."""
-    _check_unused({"dropout_p": dropout_p, "softcap": softcap, "alibi_slopes": alibi_slopes})
     mask = Band.of(causal, (window_size_left, window_size_right))
     call = Call(softmax_scale, mask, *_packed(cu_seqlens_q, cu_seqlens_k), bool(deterministic))
     _serving[0].backward(dout, q, k, v, out, softmax_lse, call, into=(dq, dk, dv))
@@ -78,11 +76,6 @@ def _packed(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Any, Any, Tensor 
     return q_lengths, k_lengths, cu_q, cu_k
 
 
-def _check_unused(given: dict[str, Any]) -> None:
-    used = [name for name in ("dropout_p", "softcap", "alibi_slopes") if given.get(name)]
-    assert not used, f"no adapter asks for {used}"
-
-
 FUNCTIONS = {
     "_flash_attn_forward": _forward,
     "_flash_attn_backward": _backward,
@@ -91,13 +84,11 @@ FUNCTIONS = {
 }
 
 
-def instead_of_flash_attn(**others: dict[str, Any]) -> AbstractContextManager[None]:
-    """Within the context, importing `flash_attn` gives the functions above. Each module in `others` ("__" for ".") is
-    replaced by one with the given names. Afterwards sys.modules is as before: flash-attn-4 has the same package
-    name."""
+def instead_of_flash_attn(others: Mapping[str, Mapping[str, Any]] | None = None) -> AbstractContextManager[None]:
+    """Within the context, importing `flash_attn` gives the functions above, and a module of `others` by its dotted name has the given
+    contents. Afterwards sys.modules is as before: flash-attn-4 has the same package name."""
     package = {"__version__": VERSION, "__path__": [], "flash_attn_func": _refuse}
-    dotted = {name.replace("__", "."): contents for name, contents in others.items()}
-    return stand_ins({"flash_attn": package, "flash_attn.flash_attn_interface": FUNCTIONS, **dotted})
+    return stand_ins({"flash_attn": package, "flash_attn.flash_attn_interface": FUNCTIONS, **(others or {})})
 
 
 def _refuse(*_: Any, **__: Any) -> Any:

@@ -36,8 +36,7 @@ def make(
 ) -> Peer:
     """The peer of this name as a function over `group`, as `attention.make` makes ours. Raises ValueError for a bad option."""
     package = PEERS[name]
-    parsed = package.parse(options)
-    return Peer(Settings(package, parsed, kernel, transport, deterministic, replay, 0.0, False), group)
+    return Peer(Settings(package, package.parse(options), kernel, transport, deterministic, replay, 0.0, False), group)
 
 
 class Peer(ContextParallel):
@@ -92,33 +91,28 @@ class Peer(ContextParallel):
         )
 
     def _check(self, spec: CallSpec) -> None:
-        package, name, shape = self.package, self.package.name, spec.shape
-        if reason := package.missing(shape.device):
-            raise UnsupportedCall(reason)
-        if not package.layout.replicated and not dist.is_initialized():
-            raise UnsupportedCall(
-                f"{name}: works over a process group; call torch.distributed.init_process_group first"
-            )
-        transport = self.settings.transport
-        if transport not in ("auto", "gloo", "nccl"):
-            raise UnsupportedCall(
-                f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto"
-            )
-        if package.half and shape.dtype not in (torch.bfloat16, torch.float16):
-            raise UnsupportedCall(f"dtype={name_of(shape.dtype)}: {name} is for bf16 and fp16 only; use dtype=bf16")
-        if spec.return_lse:
-            raise UnsupportedCall(f"return_lse=True: {name} gives no LSE here; use return_lse=False")
-        if spec.sinks or shape.softcap:
-            asked = "sinks" if spec.sinks else "softcap"
-            raise UnsupportedCall(f"{asked}: {name} has none here; our own variants take {asked}")
-        if shape.v_head_dim != shape.head_dim:
-            raise UnsupportedCall(
-                f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any"
-            )
-        if spec.padding:
-            raise UnsupportedCall(f"padding={spec.padding}: {name} has none here; our own variants take padding")
-        if self.settings.replay == "graphs":
-            raise UnsupportedCall(f"replay=graphs: {name} brings its own exchange")
+        package, shape, transport = self.package, spec.shape, self.settings.transport
+        name, dtype = package.name, name_of(shape.dtype)
+        refusals = {
+            f"{name}: works over a process group; call torch.distributed.init_process_group first": not (
+                package.layout.replicated or dist.is_initialized()
+            ),
+            f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto": transport
+            not in ("auto", "gloo", "nccl"),
+            f"dtype={dtype}: {name} is for bf16 and fp16 only; use dtype=bf16": package.half
+            and dtype not in ("bf16", "fp16"),
+            f"return_lse=True: {name} gives no LSE here; use return_lse=False": spec.return_lse,
+            f"sinks: {name} has none here; our own variants take sinks": spec.sinks,
+            f"softcap: {name} has none here; our own variants take softcap": shape.softcap,
+            f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any": (
+                shape.v_head_dim != shape.head_dim
+            ),
+            f"padding={spec.padding}: {name} has none here; our own variants take padding": spec.padding,
+            f"replay=graphs: {name} brings its own exchange": self.settings.replay == "graphs",
+        }
+        for reason in (package.missing(shape.device), *(text for text, refused in refusals.items() if refused)):
+            if reason:
+                raise UnsupportedCall(reason)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         """This rank's out, like q."""

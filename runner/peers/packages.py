@@ -33,10 +33,13 @@ class Package(Variant[Chosen]):
     others are refused, with `own_kernel` all are, and they are but what a local call is compared with."""
 
     executor: Any = "external"  # none of ours
+    use: str = "a comparison with our variants"
+    windows: bool = False
+    packs: bool = False
     adapter: str
     function: str | None = None  # the package's, where an adapter has several
     kernels: tuple[str, ...]
-    needs: str | None = None  # the package to import
+    needs: tuple[str, ...] = ()  # the packages to import
     install: str | None = None  # how to get it
     only: bool = False
     own_kernel: bool = False
@@ -46,8 +49,9 @@ class Package(Variant[Chosen]):
 
     def missing(self, device: str) -> str | None:
         """Why the package can't run on this machine's `device` ("cpu" or "cuda"), or None."""
-        if self.needs is not None and importlib.util.find_spec(self.needs) is None:
-            return f"{self.name} needs the package {self.needs}: {self.install}"
+        for package in self.needs:
+            if importlib.util.find_spec(package) is None:
+                return f"{self.name} needs the package {package}: {self.install}"
         if self.cuda and device == "cpu":
             return f"{self.name} needs CUDA GPUs: {self.source} has no CPU path"
         return None
@@ -96,12 +100,6 @@ class YunchangOptions(Options):
 
 
 class _Dilated(Dilated, Package[PairOptions]):
-    def missing(self, device: str) -> str | None:
-        reason = super().missing(device)
-        if reason is None and importlib.util.find_spec("einops") is None:
-            return f"{self.name} needs the package einops: {self.install}"
-        return reason
-
     def served(self, kernel: str) -> str:
         return (
             "dilated-attention-pytorch 0.2.0 without its division by sums over tokens; the xformers function it calls is served "
@@ -151,140 +149,108 @@ def _mixture(problem: Problem) -> Mixture:
     return problem.schedule
 
 
-PEERS: dict[str, Package[Any]] = {}
-USE = "a comparison with our variants"
-
-
-def _add(package: Package[Any]) -> None:
-    PEERS[package.name] = package
-
-
-_add(
-    Package(
-        name="torch_cp",
-        summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
-        source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
-        use=USE,
-        layout=zigzag.ZIGZAG,
-        schedule=RING,
-        options=TorchOptions,
-        windows=False,
-        packs=False,
-        adapter="torch_cp",
-        kernels=SDPA,
-        only=True,
-        cuda=True,
-    )
-)
-
 _RFA = Package(
     name="rfa_ring",
     function="ring_flash_attn_func",
     summary="ring-flash-attn's ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
     source="ring-flash-attn 0.1.8 (Zhu, 2024)",
-    use=USE,
     layout=CONTIGUOUS,
     schedule=RING,
     options=Options,
-    windows=False,
-    packs=False,
     adapter="ring_flash_attention",
     kernels=("flash2", "sdpa_flash", "math"),
-    needs="ring_flash_attn",
+    needs=("ring_flash_attn",),
     install=f"{EXTRA}, or pip install --no-deps ring-flash-attn==0.1.8",
     half=True,
 )
-_add(_RFA)
-_add(
-    replace(
+PEERS: dict[str, Package[Any]] = {
+    package.name: package
+    for package in (
+        Package(
+            name="torch_cp",
+            summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
+            source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
+            layout=zigzag.ZIGZAG,
+            schedule=RING,
+            options=TorchOptions,
+            adapter="torch_cp",
+            kernels=SDPA,
+            only=True,
+            cuda=True,
+        ),
         _RFA,
-        name="rfa_zigzag",
-        function="zigzag_ring_flash_attn_func",
-        summary="ring-flash-attn's zigzag ring",
-        layout=zigzag.ZIGZAG,
-        schedule=RING,
-        causal_only=True,
+        replace(
+            _RFA,
+            name="rfa_zigzag",
+            function="zigzag_ring_flash_attn_func",
+            summary="ring-flash-attn's zigzag ring",
+            layout=zigzag.ZIGZAG,
+            schedule=RING,
+            causal_only=True,
+        ),
+        replace(
+            _RFA,
+            name="rfa_stripe",
+            function="stripe_flash_attn_func",
+            summary="ring-flash-attn's striped ring",
+            layout=stripe.STRIPE,
+            schedule=RING,
+            causal_only=True,
+        ),
+        replace(
+            _RFA,
+            name="rfa_llama3",
+            function="llama3_flash_attn_varlen_func",
+            summary="ring-flash-attn's llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a "
+            "batch of 1",
+            layout=PACKED,
+            schedule=GATHER,
+            options=RfaLlama3Options,
+            packs=True,
+            one_sequence=True,
+            half=False,
+        ),
+        Package(
+            name="usp_yunchang",
+            summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
+            source="yunchang 0.6.4 (Fang and Zhao, 2024)",
+            layout=zigzag.ZIGZAG,
+            schedule=RING,
+            options=YunchangOptions,
+            causal_only=True,
+            adapter="yunchang_usp",
+            kernels=("flash2", "sdpa_flash", "math"),
+            needs=("yunchang",),
+            install=f"{EXTRA}, or pip install --no-deps yunchang==0.6.4",
+            half=True,
+        ),
+        Package(
+            name="transformer_engine",
+            summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
+            source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
+            layout=zigzag.ZIGZAG,
+            schedule=RING,
+            options=TransformerEngineOptions,
+            adapter="transformer_engine_cp",
+            kernels=SDPA,
+            needs=("transformer_engine",),
+            install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
+            own_kernel=True,
+            cuda=True,
+        ),
+        _Dilated(
+            name="external_dilated",
+            summary="dilated-attention-pytorch's DilatedAttention without its division by sums over tokens: dilated with head groups",
+            source="dilated-attention-pytorch 0.2.0 (Odom, 2023), after LongNet (Ding et al., 2023)",
+            use="a comparison with dilated",
+            layout=REPLICATED,
+            schedule=LOCAL,
+            options=PairOptions,
+            mixes=True,
+            adapter="dilated",
+            kernels=("xformers", "flash2", "sdpa_flash", "math"),
+            needs=("dilated_attention_pytorch", "einops"),
+            install="pip install einops, and pip install --no-deps dilated-attention-pytorch==0.2.0",
+        ),
     )
-)
-_add(
-    replace(
-        _RFA,
-        name="rfa_stripe",
-        function="stripe_flash_attn_func",
-        summary="ring-flash-attn's striped ring",
-        layout=stripe.STRIPE,
-        schedule=RING,
-        causal_only=True,
-    )
-)
-_add(
-    replace(
-        _RFA,
-        name="rfa_llama3",
-        function="llama3_flash_attn_varlen_func",
-        summary="ring-flash-attn's llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a "
-        "batch of 1",
-        layout=PACKED,
-        schedule=GATHER,
-        options=RfaLlama3Options,
-        packs=True,
-        one_sequence=True,
-        half=False,
-    )
-)
-_add(
-    Package(
-        name="usp_yunchang",
-        summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
-        source="yunchang 0.6.4 (Fang and Zhao, 2024)",
-        use=USE,
-        layout=zigzag.ZIGZAG,
-        schedule=RING,
-        options=YunchangOptions,
-        causal_only=True,
-        windows=False,
-        packs=False,
-        adapter="yunchang_usp",
-        kernels=("flash2", "sdpa_flash", "math"),
-        needs="yunchang",
-        install=f"{EXTRA}, or pip install --no-deps yunchang==0.6.4",
-        half=True,
-    )
-)
-_add(
-    Package(
-        name="transformer_engine",
-        summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
-        source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
-        use=USE,
-        layout=zigzag.ZIGZAG,
-        schedule=RING,
-        options=TransformerEngineOptions,
-        windows=False,
-        packs=False,
-        adapter="transformer_engine_cp",
-        kernels=SDPA,
-        needs="transformer_engine",
-        install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
-        own_kernel=True,
-        cuda=True,
-    )
-)
-_add(
-    _Dilated(
-        name="external_dilated",
-        summary="dilated-attention-pytorch's DilatedAttention without its division by sums over tokens: dilated with head groups",
-        source="dilated-attention-pytorch 0.2.0 (Odom, 2023), after LongNet (Ding et al., 2023)",
-        use="a comparison with dilated",
-        layout=REPLICATED,
-        schedule=LOCAL,
-        options=PairOptions,
-        windows=False,
-        packs=False,
-        mixes=True,
-        adapter="dilated",
-        kernels=("xformers", "flash2", "sdpa_flash", "math"),
-        needs="dilated_attention_pytorch",
-        install="pip install einops, and pip install --no-deps dilated-attention-pytorch==0.2.0",
-    )
-)
+}

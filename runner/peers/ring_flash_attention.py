@@ -28,7 +28,7 @@ from runner.peers.packages import Package
 def _package() -> ModuleType:
     # its Hugging Face adapter does not import with transformers 5, and is not needed
     adapter = {"substitute_hf_flash_attn": None, "update_ring_flash_attn_params": None}
-    with instead_of_flash_attn(ring_flash_attn__adapters=adapter):
+    with instead_of_flash_attn({"ring_flash_attn.adapters": adapter}):
         import ring_flash_attn
     let_gloo_send_to_itself(ring_flash_attn.utils.RingComm)
     return ring_flash_attn

@@ -157,7 +157,7 @@ def test_a_mask_of_few_keys_far_apart_is_never_a_matrix_of_all_keys():
     n = 1 << 16
     rectangles = torch.tensor([(256, n, 0, 8, -n, n), (0, n, 0, n, -16, 0)])
     seen = Seen.band((n,), (n,), rectangles=rectangles)
-    chunks = list(seen.chunks((40_000, 41_000), 1 << 20))
+    chunks = list(seen.chunks([(40_000, 41_000)], 1 << 20))
     assert [*range(40_000, 41_000)] == [i for a, b in chunks for i in range(a, b)]
     for a, b in chunks:
         columns = seen.columns((a, b))

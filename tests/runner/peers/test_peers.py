@@ -121,12 +121,12 @@ def test_the_list_of_packages_needs_no_torch():
 
 @pytest.mark.parametrize("name", [name for name, package in PEERS.items() if package.needs])
 def test_a_package_that_is_not_installed_is_unsupported_with_the_pip_line(name, tmp_path, monkeypatch):
-    needs, found = PEERS[name].needs, importlib.util.find_spec
-    hidden = lambda package, *rest: None if package == needs else found(package, *rest)  # noqa: E731
+    (needed, *_), found = PEERS[name].needs, importlib.util.find_spec
+    hidden = lambda package, *rest: None if package == needed else found(package, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     value = app.run(configured(f"attention={name}", "hardware=cpu", "config=tiny"), tmp_path, seed=1)
     assert value["status"] == "unsupported"
-    assert f"{name} needs the package {PEERS[name].needs}: {PEERS[name].install}" == value["reason"]
+    assert f"{name} needs the package {needed}: {PEERS[name].install}" == value["reason"]
     assert "pip install" in value["reason"]
 
 
