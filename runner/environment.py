@@ -23,7 +23,6 @@ PACKAGES = (
     "ring-flash-attn", "yunchang", "transformer-engine",
 )  # fmt: skip
 VARIABLES = re.compile(r"^(NCCL|TORCH|CUDA|OMP|MKL|GLOO|PYTORCH|TRITON|NVSHMEM|SLURM_(JOB_ID|NNODES|NTASKS|NODELIST))")
-DIRTY = {"1": True, "true": True, "dirty": True, "0": False, "false": False, "clean": False}
 ROOT = Path(__file__).resolve().parent.parent
 STAMP = Path(__file__).with_name("COMMIT")  # in a copy without .git; git ignores it
 
@@ -97,22 +96,16 @@ def _identity(path: str) -> str | None:
 
 
 def _git() -> dict[str, Any]:
-    """`commit` and `dirty` of this copy of the program, and their `source`: git, or for a copy without .git the variables
-    RUNNER_GIT_COMMIT and RUNNER_GIT_DIRTY, or its file runner/COMMIT; null if unknown."""
+    """`commit` and `dirty` of this copy of the program, and their `source`: git, or for a copy without .git its file
+    runner/COMMIT; null if unknown."""
     checkout = _output("git", "rev-parse", "--show-toplevel", "HEAD", cwd=ROOT) or "\n"
     top, commit = checkout.split("\n")
     if commit and Path(top) == ROOT.resolve():
         status = _output("git", "status", "--porcelain", cwd=ROOT)
         return {"commit": commit, "dirty": bool(status) if status is not None else None, "source": "git"}
-    told = {
-        "RUNNER_GIT_COMMIT": [os.environ.get(f"RUNNER_GIT_{name}", "").strip() for name in ("COMMIT", "DIRTY")],
-        "runner/COMMIT": " ".join(_lines(str(STAMP))).split(),
-    }
-    for source, words in told.items():
-        commit, dirty = [*words, "", ""][:2]
-        if commit:
-            return {"commit": commit, "dirty": DIRTY.get(dirty.lower()), "source": source}
-    return dict.fromkeys(("commit", "dirty", "source"))
+    commit, state = [*" ".join(_lines(str(STAMP))).split(), "", ""][:2]
+    dirty = {"dirty": True, "clean": False}.get(state)
+    return {"commit": commit or None, "dirty": dirty, "source": "runner/COMMIT" if commit else None}
 
 
 def by_history(commits: Sequence[str]) -> list[str]:

@@ -17,7 +17,6 @@ from runner.measure import (
     baseline,
     ceilings,
     choosing,
-    do_bench,
     energy,
     length,
     memory,
@@ -138,8 +137,7 @@ class _Run:
     def compare_with_do_bench(self) -> None:
         """Runs after the check, because it overwrites the outputs of the last timed iteration."""
         if self.spec.timing.do_bench:
-            watch, flush = stopwatch(self.me, together=False), timed.flush_buffer(self.me, self.spec)
-            times = do_bench.compare(self.work, watch, flush, lambda: self.me.say("timing", self.iteration_s))
+            times = timed.by_do_bench(self.me, self.spec, self.work, self.iteration_s)
             self.result["timing"]["do_bench"] = times
 
     def compute_metrics(self) -> None:

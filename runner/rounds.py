@@ -139,8 +139,8 @@ def joined(
     began and how long it took, as from `environment.period`."""
     spec, before = Experiment.from_plain(value["experiment"]), value["timing"]
     by_round = [*before["rounds"]["by_round"], _round(later, period["started_at"])]
-    timing = {**before, **statistics.of_ranks(samples), "rounds": _rounds(by_round, before["rounds"]["of"])}
-    timing |= statistics.overhead(before["overhead_ms"], timing["passes"])
+    timing = {**before, **statistics.of_ranks(samples, before["overhead_ms"])}
+    timing["rounds"] = _rounds(by_round, before["rounds"]["of"])
     iterations, settled, back_to_back = ([one[key] for one in by_round] for key in OF_WARMUP)
     timing["warmup_iterations"] = sum(iterations)
     timing["warmup_settled"] = False if False in settled else None if None in settled else True

@@ -66,7 +66,7 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
     while True:
         here = replace(spec, workload=spec.workload.shortened(tokens))
         try:
-            medians, about = _medians(me, here, single_s)
+            single = _timed(me, here, single_s)
             break
         except ValueError as error:
             return {"unsupported": str(error)}
@@ -78,12 +78,12 @@ def _single(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
         if spec.workload.seqlens:
             return {"unsupported": "the packed batch does not fit one device"}
     scale = metrics.flops(spec)["forward"] / metrics.flops(here)["forward"] if tokens < whole else 1.0
-    passes = {which: ms * scale for which, ms in medians.items()}
-    return {**about, "passes": passes, "extrapolated": tokens < whole, "measured_seq_len": tokens}
+    single["passes"] = {which: ms * scale for which, ms in single["passes"].items()}
+    return {**single, "extrapolated": tokens < whole, "measured_seq_len": tokens}
 
 
-def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, float], dict[str, Any]]:
-    """The median of each pass in ms; `kernel` and the number of `samples`."""
+def _timed(me: Rank, spec: Experiment, single_s: float) -> dict[str, Any]:
+    """`kernel`, the number of `samples`, and `passes`: the median of each in ms."""
     options, layers = spec.timing, spec.timing.layers
     work, watch = single(me, spec), stopwatch(me, together=False)
     announce = timed.Announcer(me, "baseline", watch, single_s * layers)
@@ -102,5 +102,5 @@ def _medians(me: Rank, spec: Experiment, single_s: float) -> tuple[dict[str, flo
         announce.iteration_s = max(once, announce.iteration_s)
         runs = length.baseline_runs(options.timing_runs, once)
         samples = slowest([timer.sample(runs)])
-    about = {"kernel": work.report()["kernel"], "samples": runs}
-    return {which: median(ms) / layers for which, ms in samples.items()}, about
+    passes = {which: median(ms) / layers for which, ms in samples.items()}
+    return {"kernel": work.report()["kernel"], "samples": runs, "passes": passes}

@@ -112,12 +112,9 @@ def _rate(me: Rank, amount: float, run: Callable[[], object], calls: int) -> flo
 
     def once() -> float:
         run()
-        times = []
-        for _ in range(SIZES[me.device.type].repeats):
-            marks = between_marks(watch, several)
-            watch.settle()
-            times.append(watch.elapsed(*marks))
-        return min(me.gather(amount * calls * 1e3 / min(times)))
+        pairs = [between_marks(watch, several) for _ in range(SIZES[me.device.type].repeats)]
+        watch.settle()
+        return min(me.gather(amount * calls * 1e3 / min(watch.elapsed(*marks) for marks in pairs)))
 
     return steady(once)
 

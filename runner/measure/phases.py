@@ -22,7 +22,7 @@ from runner.measure.workload import Workload
 
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
 STRAGGLER = 1.1  # times the median over the ranks
-ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass
+ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass; all others overlap them
 
 
 def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int, nvtx: bool = False) -> dict[str, Any]:
@@ -45,11 +45,10 @@ def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int, nvtx: bool = 
     mine: list[Row] = []
     for number, recorded in enumerate(passes):
         here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": recorded.which}
-        start, stop = watch.elapsed(origin, recorded.start), watch.elapsed(origin, recorded.stop)
-        spans = [(span.name, *span.since(origin)) for span in recorded.spans]
-        rows = [(-1, stop - start, (WHOLE, start, stop))]
-        rows += zip((span.step for span in recorded.spans), shares(spans), spans, strict=True)
-        for step, ms, (phase, start, stop) in rows:
+        spans = [(WHOLE, watch.elapsed(origin, recorded.start), watch.elapsed(origin, recorded.stop))]
+        spans += [(span.name, *span.since(origin)) for span in recorded.spans]
+        steps = [-1, *(span.step for span in recorded.spans)]
+        for step, ms, (phase, start, stop) in zip(steps, shares(spans), spans, strict=True):
             mine.append({**here, "phase": phase, "step": step, "ms": ms, "start_ms": start, "stop_ms": stop})
     clock = (boot_id() or platform.node()) if on_cpu else me.rank
     by_rank, received_by_rank, clocks = zip(*me.gather((mine, received, clock)), strict=True)
@@ -90,25 +89,21 @@ def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> dict[str, Any]:
     return {"count": len(starts), "error_ms": round(error, 6)}
 
 
-def overlaps(phase: str) -> bool:
-    """Whether a phase overlaps others, and so is no part of the sum: a transfer, or a user's block."""
-    return not phase.startswith(ADD_UP)
-
-
 def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
-    """The time of each phase (name, begin, end) of one pass, in the unit of the input. A transfer (`comm_*`) and a user's
-    block count with their whole length. Of the others, which may be on two streams, every moment counts once: the
+    """The time of each phase (name, begin, end) of one pass, in the unit of the input. A transfer (`comm_*`), a user's
+    block and the pass count with their whole length. Of the others, which may be on two streams, every moment counts once: the
     compute phases active at that moment share it; it is waiting only if none is active."""
-    taken = [stop - start if overlaps(name) else 0.0 for name, start, stop in spans]
-    here = [i for i, (name, *_) in enumerate(spans) if not overlaps(name)]
-    ends = sorted([(spans[i][1], 0, i) for i in here] + [(spans[i][2], 1, i) for i in here])
-    going: dict[int, None] = {}
-    for (now, is_end, i), (then, *_) in pairwise(ends):
-        if is_end:
-            del going[i]
-        else:
-            going[i] = None
-        among = [j for j in going if spans[j][0].startswith("comp_")] or list(going)
+    taken = [0.0 if name.startswith(ADD_UP) else stop - start for name, start, stop in spans]
+    ends = sorted(
+        (at, is_end, i)
+        for i, (name, *times) in enumerate(spans)
+        if name.startswith(ADD_UP)
+        for is_end, at in enumerate(times)
+    )
+    active: set[int] = set()
+    for (now, _, i), (then, *_) in pairwise(ends):
+        active ^= {i}  # begins or ends
+        among = [j for j in active if spans[j][0].startswith("comp_")] or active
         for j in among:
             taken[j] += (then - now) / len(among)
     return taken

@@ -176,16 +176,13 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
     return result
 
 
-def of_ranks(by_rank: Sequence[Samples]) -> dict[str, Any]:
-    """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, and `no_ci95`."""
+def of_ranks(by_rank: Sequence[Samples], empty_ms: float) -> dict[str, Any]:
+    """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, `no_ci95`, and the overhead of timing,
+    `empty_ms`, relative to the shortest pass."""
     passes, *ranks = (
         {which: asdict(summarize(ms)) for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
     )
-    return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"]["n"])}
-
-
-def overhead(empty_ms: float, passes: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The fields of a result for the overhead of timing, `empty_ms`, relative to the shortest pass."""
-    least = min(summary["median"] for summary in passes.values())
+    least = min(times["median"] for times in passes.values())
     share = empty_ms / least if least else 0.0
-    return {"overhead_ms": empty_ms, "overhead_share": share, "overhead_high": share > OVERHEAD}
+    about = {"overhead_ms": empty_ms, "overhead_share": share, "overhead_high": share > OVERHEAD}
+    return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"]["n"]), **about}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -11,12 +13,13 @@ from runner import environment
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import timing
-from runner.measure.statistics import of_ranks, overhead
+from runner.measure.statistics import of_ranks
 from runner.measure.stopwatch import Stopwatch, stopwatch
 from runner.measure.workload import Passes, Workload
 
 SLOW_S = 1.0  # waiting for each iteration that takes so long does not affect the timing
 L2_BYTES = 256 << 20
+TURNS = 5  # of ours, between six of do_bench's
 
 
 @dataclass
@@ -67,8 +70,7 @@ def measure(
         note |= {"warmup_iterations": warmed.iterations, "warmup_settled": warmed.settled}
         note["back_to_back_ms"] = max(back_to_back, default=None)
     samples = me.gather({which: [ms / layers for ms in times] for which, times in mine.items()})
-    times = of_ranks(samples)
-    times |= overhead(timing.overhead_ms(watch) / layers, times["passes"])
+    times = of_ranks(samples, timing.overhead_ms(watch) / layers)
     about = {"flush_l2": options.flush_l2, "layers": layers, "new_packs": options.new_packs, "do_bench": None}
     return {"samples": samples, "timing": {"method": options.method, "unit": "ms", **times, **about, **note}}, passes
 
@@ -83,6 +85,54 @@ def flush_buffer(me: Rank, spec: Experiment) -> torch.Tensor | None:
     """The buffer written before each pass if `timing.flush_l2` is set. Like triton's do_bench, 256 MB of int32: a GPU at its
     power limit is the faster the longer it rests between passes, and bytes take longer to write."""
     return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=me.device) if spec.timing.flush_l2 else None
+
+
+class _OnePass:
+    """A single pass, repeated, as do_bench runs it."""
+
+    def __init__(self, work: Workload, which: str):
+        self.passes: tuple[str, ...] = (which,)
+        self.call = partial(work.repeat, which, 1)
+
+    def run(self, which: str) -> None:
+        self.call()
+
+
+def by_do_bench(me: Rank, spec: Experiment, work: Workload, iteration_s: float) -> dict[str, dict[str, Any]]:
+    """`timing.do_bench`: each pass by triton.testing.do_bench and by our sampling under the same conditions, medians in ms: that pass
+    alone, in turns, with the same L2 flush, and an equal warm-up without a pause after it, since a GPU at its power limit sets
+    its clocks by the load just before. `ratio` is the median over our turns, each against do_bench's turns before and after
+    it, since clocks drift. The headline times differ: they alternate forward and backward, as training does."""
+    from triton.testing import do_bench
+
+    watch, flush = stopwatch(me, together=False), flush_buffer(me, spec)
+
+    def theirs_ms() -> float:
+        me.say("timing", iteration_s)
+        with timing.undisturbed():
+            return do_bench(alone.call, warmup=500, rep=500, return_mode="median")
+
+    def ours_ms() -> float:
+        me.say("timing", iteration_s)
+        with timing.undisturbed():
+            for _ in range(runs):
+                alone.call()
+            return median(timing.Timer(alone, watch, flush).sample(runs)[which])
+
+    compared = {}
+    for which in work.passes:
+        work.run("forward")
+        alone = _OnePass(work, which)
+        theirs, ours = [theirs_ms()], []
+        runs = max(10, int(500 / theirs[0]))
+        for _ in range(TURNS):
+            ours.append(ours_ms())
+            theirs.append(theirs_ms())
+        by_turn = [2 * x / (a + b) for x, a, b in zip(ours, theirs, theirs[1:], strict=False)]
+        times = {"do_bench_ms": median(theirs), "ours_ms": median(ours), "ratio": median(by_turn)}
+        compared[which] = times | {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
+    work.release()
+    return compared
 
 
 def clocks(me: Rank, sampled: dict[str, Any]) -> dict[str, Any]:

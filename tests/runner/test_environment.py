@@ -53,10 +53,9 @@ def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
 
 def test_a_copy_without_its_history_says_that_its_commit_is_unknown_or_what_it_was_told(copied):
     assert git_of(copied) == '{"commit": null, "dirty": null, "source": null}'
-    found = git_of(copied, RUNNER_GIT_COMMIT="abc", RUNNER_GIT_DIRTY="1")
-    assert found == '{"commit": "abc", "dirty": true, "source": "RUNNER_GIT_COMMIT"}'
-    assert '"dirty": false' in git_of(copied, RUNNER_GIT_COMMIT="abc", RUNNER_GIT_DIRTY="0")
-    assert '"dirty": null' in git_of(copied, RUNNER_GIT_COMMIT="abc")
+    for text, dirty in (("abc", "null"), ("abc dirty", "true"), ("abc\nclean", "false")):
+        (copied / "runner" / "COMMIT").write_text(text)
+        assert git_of(copied) == f'{{"commit": "abc", "dirty": {dirty}, "source": "runner/COMMIT"}}'
 
 
 def test_a_checkouts_stamp_goes_with_a_copy_of_it(copied):
