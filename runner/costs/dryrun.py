@@ -85,17 +85,12 @@ def dry_run(
     problem: Problem,
     shapes: Shapes,
     options: Options | Mapping[str, Any] | None = None,
-    *,
-    rank: int,
-    pulls: bool = False,
-    packed: bool = False,
-    backward: bool = False,
-    kernel: str = "",
+    **call: Any,
 ) -> tuple[Pass, ...]:
-    """The forward, and with `backward` the backward. pulls: over a transport that brings each rank only the keys it needs, where
-    others gather all for every rank unless there is a window. packed: the tensors are a packed batch. kernel: whose scratch memory
-    counts; "" for none. Raises KeyError for an external package."""
-    return _dry_run(variant, problem, shapes, variant.parse(options), rank, pulls, packed, backward, kernel)
+    """The forward of a rank, and with `backward` its backward. call: rank; pulls: over a transport that brings each rank only the keys
+    it needs, where others gather all for every rank unless there is a window; packed: the tensors are a packed batch; kernel: whose
+    scratch memory counts, "" for none. Raises KeyError for an external package."""
+    return _dry_run(variant, problem, shapes, variant.parse(options), **call)
 
 
 @lru_cache(maxsize=256)
@@ -104,11 +99,12 @@ def _dry_run(
     problem: Problem,
     shapes: Shapes,
     options: Options,
+    *,
     rank: int,
-    pulls: bool,
-    packed: bool,
-    backward: bool,
-    kernel: str,
+    pulls: bool = False,
+    packed: bool = False,
+    backward: bool = False,
+    kernel: str = "",
 ) -> tuple[Pass, ...]:
     log = _Log()
     transport = _transport(log, problem, pulls)
@@ -135,11 +131,6 @@ def _dry_run(
             gradients = run.backward(dout, result[2], plan)  # noqa: F841  # held until the pass has ended
             passes.append(log.ended(memory, transport))
     return tuple(passes)
-
-
-def step_peak(passes: Sequence[Pass]) -> int:
-    """The most bytes beside the inputs, of a forward or of a training step."""
-    return max(x.live for x in passes) + passes[-1].slots
 
 
 def _plan(

@@ -3,6 +3,7 @@ Python."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -78,7 +79,7 @@ SENT: dict[Pattern, str] = {
 class Machine:
     """gpu: its name in the tables, empty for a CPU. kernel: of its calls. transports: those that work here. memory: bytes that a rank may hold besides its inputs. graphed: the
     caller captures whole calls in a CUDA graph. replayed: forward and backward are replayed from CUDA graphs, with
-    inputs and results copied; "auto": if that is faster. topology: which ranks are in one node."""
+    inputs and results copied. topology: which ranks are in one node."""
 
     gpu: str
     kernel: str
@@ -86,29 +87,16 @@ class Machine:
     rates: tuple[Rate, ...] = field(default_factory=rates.table)
     links: tuple[Measured, ...] = field(default_factory=links.table)
     device: str = "cuda"
-    memory: float | None = None
+    memory: float = math.inf
     ceilings: Ceilings | None = None
     graphed: bool = False
-    replayed: bool | str = False
+    replayed: bool = False
     topology: Topology = ONE_NODE
     cache: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def symmetric(self) -> bool:
         return "symm" in self.transports
-
-    @property
-    def ways(self) -> list[Machine]:
-        """This machine launching from Python, or replaying CUDA graphs; both if that is to be decided."""
-        over = ("symm",) if self.symmetric else self.transports  # over NCCL a capture may hang
-        ways = [replace(self, replayed=False), replace(self, graphed=True, replayed=True, transports=over)]
-        if self.replayed == "auto":
-            return ways if self.can_replay else ways[:1]
-        return ways[1:] if self.replayed else ways[:1]
-
-    @property
-    def can_replay(self) -> bool:
-        return self.device == "cuda" and self.symmetric and not self.graphed
 
     @property
     def fallback(self) -> Ceilings:

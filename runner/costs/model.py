@@ -4,7 +4,6 @@ candidates rather than to predict milliseconds."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ LEFT_OUT = {
     "balanced": "balanced is made for one mask, which is not known before the shards",
     "grouped": "grouped is one rank's share, for measurement",
 }
-REPLAYED_WORTH = 1.05  # replayed estimates count as this much longer, for the memory that graphs keep
 MERGE_SHARE = 0.7  # of a copy's bandwidth that a merge or sum reaches, with its cost to the kernels around it
 COPY_SHARE = 0.85  # of it that the copies around a CUDA graph reach (docs/performance.md)
 
@@ -54,23 +52,17 @@ def choose(task: Task, machine: Machine, variants: Collection[str] = NAMES) -> E
     """The estimates of the candidates, which are of these variants. Raises ValueError, with every variant's reason, if none can do
     the task."""
     able, left_out = candidates(task, variants)
-    first, *others = machine.ways[:1] if task.decode else machine.ways
-    found = []
+    estimates = []
     for candidate in able:
         try:
-            found += _estimates(candidate, task, first)
+            estimates += _estimates(candidate, task, machine)
         except ValueError as error:
             left_out[candidate.label] = str(error)
-            continue
-        for way in others:
-            with suppress(ValueError):
-                found += _estimates(candidate, task, way)
-    if not found:
+    if not estimates:
         suitable = {name for name in VARIANTS if not unsuitable(name, task)}
         reasons = dict.fromkeys(why for label, why in left_out.items() if label.split()[0] in suitable)
         raise ValueError(f"no variant can do this: {'; '.join(reasons)}")
-    found.sort(key=lambda e: e.ms * (REPLAYED_WORTH if e.graphs else 1))
-    return Estimates(tuple(found), left_out)
+    return Estimates(tuple(sorted(estimates, key=lambda e: e.ms)), left_out)
 
 
 def candidates(task: Task, variants: Collection[str] = NAMES) -> tuple[list[Candidate], dict[str, str]]:
@@ -119,14 +111,14 @@ def _estimates(candidate: Candidate, task: Task, machine: Machine) -> list[Estim
     options = candidate.options
     if getattr(options, "grouping", None) == "fused" and not machine.measured("triton"):
         raise ValueError("no rate of our Triton kernel was measured here")
-    if options.uncapturable is not None and machine.graphed:
-        raise ValueError("sends lengths to the GPU in each call, which a CUDA graph can't")
+    if machine.graphed and options.uncapturable is not None:
+        raise ValueError(options.uncapturable)
     if getattr(options, "reduce", None) == "fused" and not (machine.device == "cuda" and machine.symmetric):
         raise ValueError("needs CUDA GPUs with symmetric memory")
     transports = machine.transports if task.world > 1 else machine.transports[:1]  # one rank moves nothing
     estimates = [estimate(candidate, task, machine, transport) for transport in transports]
-    fitting = [each for each in estimates if machine.memory is None or each.peak_bytes <= machine.memory]
-    if not fitting and machine.memory is not None:
+    fitting = [each for each in estimates if each.peak_bytes <= machine.memory]
+    if not fitting:
         peak = min(each.peak_bytes for each in estimates)
         raise ValueError(f"holds {peak / 2**30:.3g} GiB beside the inputs, of {machine.memory / 2**30:.3g} allowed")
     return fitting
@@ -156,9 +148,9 @@ def estimate(candidate: Candidate, task: Task, machine: Machine, transport: str)
 
     peak = max(map(step_peak, runs.values()))
     if machine.replayed:
-        peak += sum(graph_copies(task, problem, which) for which in (False, True)[: 1 + task.backward])
+        peak += sum(graph_copies(task, problem, which) for which in {False, task.backward})
     backward = slowest(True) if task.backward else None
-    return Estimate(candidate, transport, machine.kernel, slowest(False), backward, machine.replayed is True, peak)
+    return Estimate(candidate, transport, machine.kernel, slowest(False), backward, machine.replayed, peak)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ TOKENS = {"long": 16384, "short": 2048}  # in a class's sequence or packed batch
 SHARES = (4, 6, 2, 1, 3)  # how a packed batch is divided among its sequences
 HALF_TILE = 64  # keys: of a tile of 128 on the edge of a mask half is computed in vain, on average
 MOST_EDGE = 2048
-BACKWARD = 2.5  # backward FLOPs over forward FLOPs of the measured calls, where Dv = D
 COLUMNS = (
     "gpu", "head_dim", "heads", "mask", "layout", "length", "kernel", "forward_tflops", "backward_tflops", "versions",
 )  # fmt: skip
@@ -73,10 +72,6 @@ class Rate:
         lengths = sequences(self.call, tokens)
         return mask.edges * sum(lengths) / sum(mask.pairs(n, n) for n in lengths)
 
-    def seconds_per_tflop(self, backward: bool) -> float:
-        """Seconds per TFLOP of the forward; with `backward`, those of forward and backward together."""
-        return 1 / self.forward + (BACKWARD / self.backward if backward else 0)
-
 
 def speeds(rates: Sequence[Rate], measured: Rate) -> tuple[Speed, Speed]:
     """(forward, backward) speeds of a measured class. The cost of an edge follows from the same kernel's long and short
@@ -112,11 +107,11 @@ def parse(text: str) -> list[Rate]:
 
 
 def render(rates: Iterable[Rate]) -> str:
-    """The table as text, ordered by GPU and class, fastest first."""
+    """The table as text, ordered by GPU and class, fastest forward first."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    for r in sorted(rates, key=lambda r: (r.gpu, astuple(r.call), r.seconds_per_tflop(True), r.kernel)):
+    for r in sorted(rates, key=lambda r: (r.gpu, astuple(r.call), -r.forward, r.kernel)):
         writer.writerow([r.gpu, *astuple(r.call), r.kernel, f"{r.forward:.4g}", f"{r.backward:.4g}", r.versions])
     return out.getvalue()
 

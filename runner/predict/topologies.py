@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
@@ -22,28 +23,34 @@ class Cluster(Topology):
 
     device: str
     gpu: str
-    memory_gb: float | None
+    memory_gb: float = math.inf
     transports: list[str]
     inside: Link | None = None
     tflops: float | None = None
     copy_gb_s: float | None = None
 
     def machine(self, world: int, kernel: str, replay: str) -> Machine:
-        """For a world of so many ranks. Between nodes only messages go, so that memory is not read directly."""
+        """For a world of so many ranks. Between nodes only messages go, so that memory is not read directly. Raises ValueError for
+        a replay that cannot be predicted."""
+        transports = tuple(t for t in self.transports if self.nodes(world) == 1 or t != "symm")
+        if replay == "auto":
+            raise ValueError("replay=auto: is decided by trials; give replay=none or replay=graphs")
+        if replay == "graphs" and "symm" not in transports:
+            raise ValueError(f"replay=graphs: needs the transport symm, which {self.name} lacks for {world} ranks")
         usual = DEFAULTS[self.device]
         assumed = Ceilings(
             self.tflops or usual.tflops, self.copy_gb_s or usual.copy_gb_s, self.inside or usual.link, self.name
         )
-        one_node = self.nodes(world) == 1
         return Machine(
             gpu=self.gpu,
             kernel=kernel,
-            transports=tuple(t for t in self.transports if one_node or t != "symm"),
+            transports=("symm",) if replay == "graphs" else transports,
             links=tuple(filter(None, map(self._link, links.table()))),
             device=self.device,
-            memory=None if self.memory_gb is None else self.memory_gb * 1e9,
+            memory=self.memory_gb * 1e9,
             ceilings=assumed,
-            replayed="auto" if replay == "auto" else replay == "graphs",
+            graphed=replay == "graphs",
+            replayed=replay == "graphs",
             topology=self,
         )
 

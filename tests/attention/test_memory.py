@@ -5,7 +5,7 @@ import pytest
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL
 from attention.variants.registry import MIXTURES, VARIANTS, everything
-from runner.costs.dryrun import dry_run, step_peak
+from runner.costs import dry_run, step_peak
 from runner.launch.files import WorldSpec
 from tests.jobs import memory
 

@@ -97,6 +97,7 @@ def test_a_mask_by_name_is_predicted_as_its_window():
         ("world_size=two", "world_size=two: must be a whole number"),
         ("attention=rings", "not a variant that the model knows; did you mean ring"),
         ("attention.head_parts=2", "options are candidates here"),
+        ("replay=auto", "give replay=none or replay=graphs"),
         ("mask=prefix_lm", "takes full, causal and windowed attention"),
     ],
 )
