@@ -2,7 +2,7 @@
 
     python -m runner.compare outputs/multirun/2026-01-31_12-00-00 outputs/multirun/2026-01-31_13-00-00
     python -m runner.compare A B --where world_size=4 --pass forward --tolerance 0.01
-    python -m runner.compare A B --format github    # annotations, and a table for the step's summary
+    python -m runner.compare A B >> $GITHUB_STEP_SUMMARY    # in a workflow of GitHub; the exit status fails the step
     python -m runner.compare outputs/multirun/*     # more than two: each commit's set against the one before
 
 Runs are compared whose configurations agree: variant, options (a changed default separates runs), workload, ranks,
@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -37,8 +36,6 @@ from runner.report import pair_formats
 from runner.report.pair_formats import Comparison
 from runner.report.pairs import add_options, check_options, compare
 from runner.report.runs import WAYS, WORKLOAD, Run, read, where
-
-FORMATS = ("md", "json", "github")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -54,16 +51,11 @@ def _main(options: argparse.Namespace) -> int:
     if options.more:
         names = _in_commit_order(names, sets)
     steps = [_compared(a, sets[a], b, sets[b], options) for a, b in pairwise(names)]
-    table = "\n\n".join(pair_formats.markdown(step, titled=len(steps) > 1) for step in steps)
-    match options.format:
-        case "json":
-            plain = [pair_formats.plain(step) for step in steps]
-            print(json.dumps(finite(plain if options.more else plain[0]), indent=1, ensure_ascii=False))
-        case "github":
-            print("\n".join(line for step in steps for line in pair_formats.workflow_commands(step)))
-            _to_step_summary(table)
-        case _:
-            print(table)
+    if options.format == "json":
+        plain = [pair_formats.plain(step) for step in steps]
+        print(json.dumps(finite(plain if options.more else plain[0]), indent=1, ensure_ascii=False))
+    else:
+        print("\n\n".join(pair_formats.markdown(step, titled=len(steps) > 1) for step in steps))
     statuses = [step.exit_status for step in steps]
     return 1 if 1 in statuses else max(statuses)
 
@@ -88,16 +80,6 @@ def _in_commit_order(names: Sequence[str], sets: Mapping[str, Sequence[Run]]) ->
     return sorted(by_date, key=lambda name: history.index(commits[name])) if known else by_date
 
 
-def _to_step_summary(text: str) -> None:
-    """Into the summary of a GitHub workflow's step; elsewhere to the output."""
-    path = os.environ.get("GITHUB_STEP_SUMMARY")
-    if not path:
-        print(text)
-        return
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"{text}\n")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = commands.parser("runner.compare", __doc__)
     add = parser.add_argument
@@ -105,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     add("b", type=Path, metavar="B", help="folder of a run or of many: after")
     add("more", type=Path, nargs="*", metavar="C", help="further folders: each is compared with the one before")
     add_options(parser)
-    add("--format", choices=FORMATS, default="md", help="md, json, or github (workflow annotations)")
+    add("--format", choices=("md", "json"), default="md")
     return parser
 
 

@@ -25,11 +25,11 @@ def sweep_rows(folder: Path) -> list[dict[str, Any]]:
     rows = [row(result) for result in found]
     for entry, text in zip(rows, _settings(found, rows), strict=True):
         entry["settings"] = text
-    _add_gain_over_separate(found, rows)
+    add_gain_over_separate(found, rows)
     return rows
 
 
-def _add_gain_over_separate(found: list[Result], rows: list[dict[str, Any]]) -> None:
+def add_gain_over_separate(found: list[Result], rows: list[dict[str, Any]]) -> None:
     """Adds to the row of each grouping the share of the modelled bytes that it saves, and its speedup, over the run with
     grouping=separate that is otherwise the same."""
     alike: dict[str, dict[str, dict[str, Any]]] = {}

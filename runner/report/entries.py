@@ -86,7 +86,7 @@ def _metrics(runs: Sequence[Run]) -> Iterator[Column]:
         if key in ("speedup", "efficiency"):
             values = [getattr(against[run], key) if run in against else None for run in runs]
         if key.startswith("exposed_"):
-            values = [x if run.ok and (run.world_size or 0) > 1 else None for x, run in zip(values, runs, strict=True)]
+            values = [run.exposed(key.split("_")[1]) for run in runs]
         which, also = key.removesuffix("_ms"), None
         if which in (*PASSES, "optimizer"):
             also = {about: f"{which}_{about}" for about in ("spread", "low", "high")}

@@ -1,4 +1,4 @@
-"""A comparison of two result sets as Markdown, JSON, and annotations of a GitHub workflow."""
+"""A comparison of two result sets as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -38,24 +38,25 @@ class Comparison:
         return 1 if any(pair.worse for pair in self.pairs) else 2 if any(pair.missing for pair in self.pairs) else 0
 
     @property
-    def warnings(self) -> list[str]:
-        """What else may explain a difference, a line each."""
-        facts = _environments(self)
-        apart = [f"{title} {one} → {other}" for title, one, other in facts if title != "commit"]
-        settings = settings_apart(self.pairs)
-        versions = [sorted({run.result.schema_version for run in runs}) for runs in (self.runs_a, self.runs_b)]
-        schemas = [" and ".join(map(str, found)) for found in versions]
-        return [
-            *([f"not measured alike: {'; '.join(apart)}"] if apart else []),
-            *([f"settings differ: {'; '.join(settings)}"] if settings else []),
-            *([f"results of other versions: schema {schemas[0]} → {schemas[1]}"] if schemas[0] != schemas[1] else []),
-        ]
-
-    @property
     def notes(self) -> list[str]:
-        commits = [f"{title}: {one} → {other}" for title, one, other in _environments(self) if title == "commit"]
-        unclear = any(Verdict.INCONCLUSIVE in pair.verdicts for pair in self.pairs)
-        return [*self.warnings, *commits, *([WAY_OUT] if unclear else [])]
+        """What else may explain a difference, a line each."""
+        before, after = (dict(environment_table(runs).rows) for runs in (self.runs_a, self.runs_b))
+        apart = {
+            title: f"{before.get(title, 'unknown')} → {after.get(title, 'unknown')}"
+            for title in {**before, **after}
+            if title != "command" and before.get(title) != after.get(title)
+        }
+        commit = apart.pop("commit", "")
+        versions = [sorted({run.result.schema_version for run in runs}) for runs in (self.runs_a, self.runs_b)]
+        schemas = " → ".join(" and ".join(map(str, found)) for found in versions)
+        notes = {
+            f"not measured alike: {'; '.join(f'{title} {change}' for title, change in apart.items())}": apart,
+            f"settings differ: {'; '.join(settings_apart(self.pairs))}": settings_apart(self.pairs),
+            f"results of other versions: schema {schemas}": versions[0] != versions[1],
+            f"commit: {commit}": commit,
+            WAY_OUT: any(Verdict.INCONCLUSIVE in pair.verdicts for pair in self.pairs),
+        }
+        return [note for note, applies in notes.items() if applies]
 
     @property
     def summary(self) -> str:
@@ -68,15 +69,6 @@ class Comparison:
             return text
         mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
         return f"{text}; {which} in B over A: {mean:.3f} (geometric mean of {len(ratios)})"
-
-
-def _environments(of: Comparison) -> list[tuple[str, str, str]]:
-    """The differences between the machines, packages and commits of the two sets."""
-    before, after = (dict(environment_table(runs).rows) for runs in (of.runs_a, of.runs_b))
-    found = [
-        (title, before.get(title, "unknown"), after.get(title, "unknown")) for title in dict.fromkeys([*before, *after])
-    ]
-    return [(title, one, other) for title, one, other in found if title != "command" and one != other]
 
 
 def table(pairs: Sequence[Pair]) -> Table:
@@ -139,54 +131,21 @@ def markdown(of: Comparison, titled: bool = False) -> str:
 
 def plain(of: Comparison) -> dict[str, Any]:
     """Each pair with its facts, medians in ms with their 95% intervals, ratio, verdicts, and whether it is worse."""
-    shown = _shown(of.pairs)
     pairs = [
         {
-            **{key: getattr(pair.either, key) for key in shown},
-            "a": _side(pair.a, of.which),
-            "b": _side(pair.b, of.which),
+            **{key: getattr(pair.either, key) for key in _shown(of.pairs)},
+            **{name: run and _side(run, of.which) for name, run in (("a", pair.a), ("b", pair.b))},
             "ratio_ci95": pair.ratio,
             "verdicts": list(pair.verdicts),
             "worse": pair.worse,
         }
         for pair in of.pairs
     ]
-    return {
-        "a": of.a,
-        "b": of.b,
-        "pass": of.which,
-        "summary": of.summary,
-        "notes": of.notes,
-        "exit_status": of.exit_status,
-        "pairs": pairs,
-    }
+    about = {key: getattr(of, key) for key in ("a", "b", "summary", "notes", "exit_status")}
+    return about | {"pass": of.which, "pairs": pairs}
 
 
-def _side(run: Run | None, which: str) -> dict[str, Any] | None:
-    if run is None:
-        return None
+def _side(run: Run, which: str) -> dict[str, Any]:
     times = run.times(which) if run.ok else None
     about = {"name": run.result.name, "status": run.status, "reason": run.result.reason, "peak_bytes": _peak(run)}
-    return about | {"median_ms": times.median if times else None, "ci95_ms": times.ci95 if times else None}
-
-
-def workflow_commands(of: Comparison) -> list[str]:
-    """Workflow commands of GitHub: an error for each pair that is worse or missing, a warning for each that is
-    inconclusive and for what else differs."""
-    found = [_command("warning", "comparison", warning) for warning in of.warnings]
-    for pair in of.pairs:
-        bad = pair.worse or pair.missing
-        if bad or Verdict.INCONCLUSIVE in pair.verdicts:
-            facts = ", ".join(f"{FACTS[key]} {value}" for key in _shown(of.pairs) if (value := fact(pair.either, key)))
-            before, after = (run.ms(of.which) if run else None for run in (pair.a, pair.b))
-            change = f"; {of.which} ms {_change(before, after, digits)}" if before and after else ""
-            kind = "error" if bad else "warning"
-            found.append(_command(kind, ", ".join(pair.verdicts), f"{facts}: {text(pair)}{change}"))
-    return found
-
-
-def _command(kind: str, title: str, message: str) -> str:
-    def escaped(text: str) -> str:
-        return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-    return f"::{kind} title={escaped(title).replace(':', '%3A').replace(',', '%2C')}::{escaped(message)}"
+    return about | {"median_ms": times and times.median, "ci95_ms": times and times.ci95}

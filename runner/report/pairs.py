@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.report.entries import flat
 from runner.report.runs import PASSES, Run
 from runner.report.verdicts import TOLERANCE, Interval, MeasuredPass, Verdict, speed
 
@@ -132,21 +133,12 @@ def _larger(a: Run, b: Run, tolerance: float) -> bool:
 def settings_apart(pairs: Sequence[Pair]) -> list[str]:
     """The settings beside those of `asked` in which the runs of a pair differ, a text each: `seed 1 → 2 in 3 pairs`. A
     setting that only one of both has, as of another version, is left out."""
-    found: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     for pair in pairs:
-        if pair.a is None or pair.b is None:
-            continue
-        before, after = (dict(_leaves(run.result.config)) for run in (pair.a, pair.b))
-        for key in before.keys() & after.keys():
-            if before[key] != after[key] and key.startswith(BESIDE) and key != "timing.timing_runs":
-                text = f"{key} {json.dumps(before[key])} → {json.dumps(after[key])}"
-                found[text] = found.get(text, 0) + 1
-    return [f"{text} in {n} pair{'s' if n > 1 else ''}" for text, n in sorted(found.items())]
-
-
-def _leaves(tree: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in tree.items():
-        below = isinstance(value, dict) and value
-        found += _leaves(value, f"{prefix}{key}.") if below else [(f"{prefix}{key}", value)]
-    return found
+        before, after = (flat(run.result.config) if run else {} for run in (pair.a, pair.b))
+        counts.update(
+            f"{key} {before[key]} → {after[key]}"
+            for key in before.keys() & after.keys()
+            if before[key] != after[key] and key.startswith(BESIDE) and key != "timing.timing_runs"
+        )
+    return [f"{text} in {n} pair{'s' if n > 1 else ''}" for text, n in sorted(counts.items())]

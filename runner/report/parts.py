@@ -70,6 +70,8 @@ def _part(title: str, name: str, prefix: str, runs: list[Run], which: str) -> Pa
     compared = {}
     if len(set(labels(runs).values())) > 1 and comparable(runs):
         compared[f"Side by side, ms ({which.replace('_', ' ')})"] = comparison_table(runs, which)
+    if groupings := tables.groupings_table(runs):
+        compared["Groupings, beside separate calls"] = groupings
     drawn = [] if charts.missing() else panels(runs, which if which in PASSES else "total")
     summary = f"{tables.machine(runs)}\n{in_common(runs)}"
     said = conclusions(runs, which)

@@ -151,6 +151,11 @@ class Run:
         baseline = self.result.baseline
         return baseline.passes if self.ok and baseline and baseline.kind == "dense" else {}
 
+    def exposed(self, which: str) -> float | None:
+        """The ms in which a pass of several ranks waits for communication."""
+        value: float | None = self.row[f"exposed_{which}_ms"]
+        return value if self.ok and (self.world_size or 0) > 1 else None
+
     @property
     def tflops(self) -> float | None:
         """TFLOP/s per device of the last pass."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from runner.output.record import STATUSES
@@ -46,6 +46,12 @@ class Table:
         head, body = row("th", self.titles), "\n".join(f"<tr>{row('td', texts)}</tr>" for texts in self.rows)
         notes = "".join(f"<p>{html.escape(note).replace('`', '')}</p>" for note in self.notes)
         return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table></div>{notes}'
+
+
+def of_columns(columns: Mapping[str, Sequence[str]], left: set[str], notes: Sequence[str] = ()) -> Table:
+    """The table of those columns that have a text."""
+    filled = {title: cells for title, cells in columns.items() if any(cells)}
+    return Table([*filled], [list(row) for row in zip(*filled.values(), strict=True)], left, [*notes])
 
 
 def digits(value: float | None) -> str:

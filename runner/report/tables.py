@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from runner.measure.statistics import OVERHEAD
+from runner.measure.statistics import OVERHEAD, PassTimes
+from runner.output.columns import TABLE
+from runner.output.summary import add_gain_over_separate
 from runner.output.terminal import flop, gib
 from runner.report.labels import labels, varying_options
 from runner.report.runs import FACTS, PASSES, WORKLOAD, Run
 from runner.report.scaling import scaling
-from runner.report.table import NOISY, Table, counted, differing, digits, fact
+from runner.report.table import NOISY, Table, counted, differing, digits, fact, of_columns
 
 TIMED = (*PASSES[:2], "optimizer", PASSES[2])
 LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
-WORDS = (
-    "model",
-    "attention",
-    "options",
-    "features",
-    "mask",
-    "pack",
-    "mode",
-    "kernel",
-    "transport",
-    "graphs",
-    "replay",
-    "timing",
-)
-LEFT = {FACTS[key] for key in WORDS}
+GROUPED = ("forward_ms", "total_ms", "kv_read_bytes", "kv_bytes_saved", "speedup_over_separate")
+NUMBERS = ("world_size", "batch", "seq_len", "q_len", "heads", "head_dim", "dtype", "gpu")
+LEFT = {title for key, title in FACTS.items() if key not in NUMBERS}
 
 
 def rate_title(runs: Sequence[Run]) -> str:
@@ -40,36 +29,34 @@ def runs_table(runs: Sequence[Run]) -> Table:
     """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left
     out."""
     varying, against, trained = varying_options(runs), scaling(runs), _training_ratios(runs)
-    columns: dict[str, Callable[[Run], str]] = {
-        FACTS[key]: lambda run, key=key: fact(run, key, varying)  # type: ignore[misc]
-        for key in differing(runs)
-    }
-    columns |= {
-        "status": lambda run: "" if run.ok else run.status,
-        "rounds": lambda run: run.result.timing.rounds.text or "" if run.result.timing else "",
-        **{f"{which} ms (IQR)": lambda run, which=which: _median(run, which) for which in TIMED},  # type: ignore[misc]
-    }
+    columns = {FACTS[key]: [fact(run, key, varying) for run in runs] for key in differing(runs)}
+    columns["status"] = ["" if run.ok else run.status for run in runs]
+    columns["rounds"] = [run.result.timing.rounds.text or "" if run.result.timing else "" for run in runs]
+
+    def add(title: str, text: Callable[[Run], str]) -> None:
+        columns[title] = [text(run) if run.ok else "" for run in runs]
+
+    for which in TIMED:
+        add(f"{which} ms (IQR)", lambda run, which=which: _median(run.passes.get(which)))  # type: ignore[misc]
     timed = [(run.ms("total"), run.back_to_back) for run in runs]
     if any(total and back_to_back and abs(back_to_back - total) > LATE * total for total, back_to_back in timed):
-        columns["back to back ms"] = lambda run: digits(run.back_to_back)
+        add("back to back ms", lambda run: digits(run.back_to_back))
     if any(run.sparsity for run in runs):
-        columns |= {"sparsity": _sparsity, "FLOPs": lambda run: flop(run.flops) if run.ok else ""}
-    columns |= {
-        rate_title(runs): _rate,
-        "dense ms": lambda run: digits(next(reversed(run.dense_ms.values()), None)),
-        "speedup": lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else "",
-        "efficiency": lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else "",
-        "exposed comm. forward ms": lambda run: _exposed(run, "forward"),
-        "exposed comm. backward ms": lambda run: _exposed(run, "backward"),
-        "peak memory a rank": lambda run: gib(run.result.peak_bytes or 0) if run.ok else "",
-        **MODEL,
-        RATIO: lambda run: f"{trained[run]:.2f}" if run in trained else "",
-        "forward ms against do_bench's": lambda run: _do_bench(run, "forward"),
-        "backward ms against do_bench's": lambda run: _do_bench(run, "backward"),
-    }
-    filled = {title: cells for title, text in columns.items() if any(cells := [text(run) for run in runs])}
-    rows = [list(row) for row in zip(*filled.values(), strict=True)]
-    return Table(list(filled), rows, LEFT | {"status"}, _notes(runs, {found.mark for found in against.values()}))
+        add("sparsity", lambda run: "" if run.row["sparsity_ratio"] is None else f"{run.sparsity:.1%}")
+        add("FLOPs", lambda run: flop(run.flops))
+    add(rate_title(runs), _rate)
+    add("dense ms", lambda run: digits(next(reversed(run.dense_ms.values()), None)))
+    add("speedup", lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else "")
+    add("efficiency", lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else "")
+    for which in PASSES[:2]:
+        add(f"exposed comm. {which} ms", lambda run, which=which: digits(run.exposed(which)))  # type: ignore[misc]
+    add("peak memory a rank", lambda run: gib(run.result.peak_bytes or 0))
+    for title, text in MODEL.items():
+        add(title, text)
+    add(RATIO, lambda run: f"{trained[run]:.2f}" if run in trained else "")
+    for which in PASSES[:2]:
+        add(f"{which} ms against do_bench's", lambda run, which=which: _do_bench(run, which))  # type: ignore[misc]
+    return of_columns(columns, LEFT | {"status"}, _notes(runs, {gain.mark for gain in against.values()}))
 
 
 def models_table(runs: Sequence[Run]) -> Table:
@@ -78,12 +65,32 @@ def models_table(runs: Sequence[Run]) -> Table:
     if not of_models:
         raise ValueError("--table models: none of these runs is of a model; use --table runs")
     whole = runs_table(of_models)
-    facts = [FACTS[key] for key in differing(of_models)]
-    kept = [
-        i for i, title in enumerate(whole.titles) if title in (*facts, "status", "peak memory a rank", *MODEL, RATIO)
-    ]
-    rows = [[row[i] for i in kept] for row in whole.rows]
-    return Table([whole.titles[i] for i in kept], rows, whole.left, failures(of_models))
+    kept = [*(FACTS[key] for key in differing(of_models)), "status", "peak memory a rank", *MODEL, RATIO]
+    columns = dict(zip(whole.titles, map(list, zip(*whole.rows, strict=True)), strict=True))
+    return of_columns({title: columns[title] for title in columns if title in kept}, whole.left, failures(of_models))
+
+
+def groupings_table(runs: Sequence[Run]) -> Table | None:
+    """What each grouping takes beside separate calls that are otherwise the same: times, speedup, the model's bytes and the
+    share of them that it saves. None where there is no such pair."""
+    grouped = [run for run in runs if run.ok and "grouping" in run.options]
+    rows = [dict(run.row) for run in grouped]
+    add_gain_over_separate([run.result for run in grouped], rows)
+    if (
+        len(
+            {
+                run.options["grouping"]
+                for run, row in zip(grouped, rows, strict=True)
+                if row["kv_bytes_saved"] is not None
+            }
+        )
+        < 2
+    ):
+        return None
+    varying = varying_options(grouped)
+    facts = {FACTS[key]: [fact(run, key, varying) for run in grouped] for key in differing(grouped)}
+    measured = {column.title: [column.text(row) for row in rows] for column in TABLE if column.key in GROUPED}
+    return of_columns(facts | measured, LEFT)
 
 
 def _parameters(run: Run) -> str:
@@ -92,7 +99,7 @@ def _parameters(run: Run) -> str:
 
 def _tokens_per_s(run: Run) -> str:
     metrics = run.result.last_metrics
-    return f"{metrics.tokens_per_s:,.0f}" if run.result.model and metrics and run.ok else ""
+    return f"{metrics.tokens_per_s:,.0f}" if run.result.model and metrics else ""
 
 
 def _loss(run: Run) -> str:
@@ -113,31 +120,18 @@ RATIO = "training / inference"  # of their times
 MODEL = {"parameters": _parameters, "tokens/s": _tokens_per_s, "loss": _loss}  # of runs of a model
 
 
-def _median(run: Run, which: str) -> str:
-    found = run.passes.get(which)
-    if not run.ok or not found:
-        return ""
+def _median(times: PassTimes | None) -> str:
     # one sample is the mean of many calls and has no spread
-    return digits(found.median) if found.n == 1 else f"{digits(found.median)} ({found.spread})"
+    return f"{digits(times.median)}{f' ({times.spread})' if times.n > 1 else ''}" if times else ""
 
 
 def _rate(run: Run) -> str:
     return f"{run.tflops:.3g}" if run.tflops is not None and run.tflops < 0.1 else digits(run.tflops)
 
 
-def _sparsity(run: Run) -> str:
-    known = run.ok and run.result.metrics and run.result.metrics.sparsity_ratio is not None
-    return f"{run.sparsity:.1%}" if known else ""
-
-
-def _exposed(run: Run, which: str) -> str:
-    phases = run.result.phases.get(which)
-    return digits(phases.exposed_communication_ms) if phases and run.ok and (run.world_size or 0) > 1 else ""
-
-
 def _do_bench(run: Run, which: str) -> str:
-    found = run.result.timing.do_bench.get(which) if run.result.timing else None
-    return f"{digits(found.ours_ms)} against {digits(found.do_bench_ms)}" if found else ""
+    both = run.result.timing.do_bench.get(which) if run.result.timing else None
+    return f"{digits(both.ours_ms)} against {digits(both.do_bench_ms)}" if both else ""
 
 
 def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
@@ -160,8 +154,7 @@ def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     return [note for note, applies in notes.items() if applies] + failures(runs)
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """A reason for which runs are not ok, and their names."""
 
     status: str
@@ -172,19 +165,19 @@ class Failure:
 def failure_groups(runs: Sequence[Run]) -> list[Failure]:
     """The runs that are not ok, by status and reason."""
     named = labels(runs)
-    found: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         if not run.ok:
             reason = " ".join((run.result.reason or "without a reason").split())
-            found.setdefault((run.status, reason), []).append(named[run] if run.attention else run.result.name)
-    return [Failure(status, reason, names) for (status, reason), names in found.items()]
+            groups.setdefault((run.status, reason), []).append(named[run] if run.attention else run.result.name)
+    return [Failure(*group, names) for group, names in groups.items()]
 
 
 def failures(runs: Sequence[Run]) -> list[str]:
     """A list with a line for each reason why runs are not ok; empty where all are."""
     lines = [
-        f"- {found.status}, {', '.join(dict.fromkeys(found.names))} ({counted(len(found.names), 'run')}): {found.reason}"
-        for found in failure_groups(runs)
+        f"- {status}, {', '.join(dict.fromkeys(names))} ({counted(len(names), 'run')}): {reason}"
+        for status, reason, names in failure_groups(runs)
     ]
     return ["\n".join(lines)] if lines else []
 

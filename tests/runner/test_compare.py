@@ -315,22 +315,6 @@ def test_json_has_every_pair(tmp_path, capsys):
     assert any(note.startswith("inconclusive: the spread hides the tolerance") for note in found["notes"])
 
 
-def test_github_gets_a_line_for_each_and_a_table(tmp_path, capsys, monkeypatch):
-    folders, summary = of_every_kind(tmp_path), tmp_path / "summary.md"
-    monkeypatch.delenv("GITHUB_STEP_SUMMARY", raising=False)
-    status, said = compared(capsys, *folders, "--format", "github")
-    lines = [line for line in said.splitlines() if line.startswith("::")]
-    assert status == 1 and said.count("::error") == 3 and said.count("::warning") == 1 and "| zigzag |" in said
-    assert (
-        "::error title=slower::attention zigzag: slower (B/A 1.2" in said
-        and "total ms 6.000 → 7.500 (+25.0%25)" in said
-    )
-    assert "::error title=broken::attention usp: broken: oom, 100%25 of it, or: more than that" in lines
-    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(summary))
-    assert compared(capsys, *folders, "--format", "github") == (1, "\n".join(lines) + "\n")
-    assert "| zigzag |" in summary.read_text()
-
-
 def at(commit: str, day: int, ms: float, **changes) -> list[dict]:
     """The run of a commit on a day."""
     value = result("zigzag", ms, started_at=86400.0 * day, **changes)

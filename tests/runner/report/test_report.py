@@ -19,7 +19,7 @@ from runner.report.pairs import keys
 from runner.report.runs import FACTS, read, where
 from runner.report.scaling import scaling
 from runner.report.table import NOISY, Table, digits, in_common
-from runner.report.tables import models_table, runs_table
+from runner.report.tables import groupings_table, models_table, runs_table
 from tests.support.composing import python
 from tests.support.recorded import result, written
 
@@ -189,6 +189,13 @@ def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_ap
 def on(value: dict, commit: str, cores: int = 64) -> dict:
     value["environment"] |= {"git": {"commit": commit, "dirty": False}, "host": "vm", "cores": cores}
     return value
+
+
+def test_groupings_stand_beside_separate_calls_with_what_they_save():
+    table = groupings_table(read([ROOT / "results/h200-x1/grouped"]))
+    assert table.titles == ["options", "S", "fwd ms", "KV bytes, model", "saved", "over separate"]
+    assert ["n_groups=8 grouping=fused", "131,072", "399.4", "536,870,912", "77.8%", "0.75"] in table.rows
+    assert groupings_table(read([ROOT / "results/h200-x4/speed"])) is None
 
 
 def test_a_row_of_several_commits_or_machines_is_marked(tmp_path):
