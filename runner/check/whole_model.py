@@ -38,15 +38,22 @@ def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors,
     expected_s = 4 * me.world * choosing.iteration_s(me, experiment)
     while layers:
         me.say("check_reference", expected_s, waiting=me.rank > 0)
-        here = _of_layers(experiment, layers)
+        assert experiment.model is not None
+        here = replace(experiment, model=replace(experiment.model, layers=layers))
         there = references(me, here, work.plan.kernel.name) if me.rank == 0 else None
         if me.agree(there is not None):
             break
         layers //= 2
     if not layers:
         raise MemoryError(f"model={work.about.name}: one device has no memory for a layer; use check.enabled=false")
-    compared = outputs if layers == work.config.layers else _first_step(me, here)
-    compared = {name: _whole(work, x) if name == GUESSED else x for name, x in compared.items()}
+    compared = outputs
+    if layers < work.config.layers:
+        fewer = ModelWork(me, here)
+        timing.iterate(fewer)
+        compared = fewer.outputs()
+    if GUESSED in compared:  # what each token has, of all tokens
+        mine = compared[GUESSED].view(*work.batches[0].ids.shape, 1, 1)
+        compared = {GUESSED: work.fn.unshard(mine).reshape(-1, 1, 1)}
     me.say("check_compare")
     found = me.agree(result(experiment, compared, *there) if there else None)
     about = {"kernel": work.plan.kernel.name, "checked_share": layers / work.config.layers}
@@ -64,23 +71,6 @@ def tolerance(experiment: Experiment, local: Error | None, ratio: float = RATIO_
     """Of the loss, of a gradient as a whole, and with `RATIO` of all gradients together. local: the error of one device."""
     least = max(experiment.dtype.grad_rel_l2, LEAST)
     return Tolerance(least if local is None else max(least, ratio * local.rel_l2))
-
-
-def _of_layers(experiment: Experiment, layers: int) -> Experiment:
-    assert experiment.model is not None
-    return replace(experiment, model=replace(experiment.model, layers=layers))
-
-
-def _first_step(me: Rank, experiment: Experiment) -> Tensors:
-    """The outputs of another model, on all ranks. Collective."""
-    work = ModelWork(me, experiment)
-    timing.iterate(work)
-    return work.outputs()
-
-
-def _whole(work: ModelWork, x: Tensor) -> Tensor:
-    """What each token has, of all tokens. Collective."""
-    return work.fn.unshard(x.view(*work.batches[0].ids.shape, 1, 1)).reshape(-1, 1, 1)
 
 
 def references(me: Rank, experiment: Experiment, kernel: str) -> tuple[torch.dtype, Tensors, Tensors] | None:

@@ -10,7 +10,7 @@ Every rank has all parameters, equal on all ranks (the same seed), unless FSDP s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -94,15 +94,11 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(STD * torch.randn(config.heads)) if kind.sinks else None
         self.out = linear(config.heads * config.value_dim, config.hidden, residuals)
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the call."""
-        kind = self.kind
-        return {"mask": kind.mask, "sinks": self.sinks, "softcap": kind.softcap, "scale": kind.scale}
-
     def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> Tensor:
         q, k, v = profiling.layer(PROJECTIONS, self.heads, x, memory, positions)
-        return profiling.layer(PROJECTIONS, self.out, self.attend(q, k, v, **self.options).flatten(2))
+        mask, softcap, scale = self.kind.mask, self.kind.softcap, self.kind.scale
+        out = self.attend(q, k, v, mask=mask, sinks=self.sinks, softcap=softcap, scale=scale)
+        return profiling.layer(PROJECTIONS, self.out, out.flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -142,31 +138,26 @@ FULL = Kind(masks.full())
 class Transformer(nn.Module):
     """A decoder or, with `config.encoder_layers`, an encoder and a decoder.
 
-    attend: the attention of all layers, or a function for each of `config.kinds`; the encoder and the cross attention take
-    the first. All must shard alike, since a token's rank is the same in every layer.
+    attend: the attention of all layers.
     recompute: the backward computes each layer's forward again instead of keeping what it needs (activation
     checkpointing).
-    Raises ValueError for functions that do not go together, and a decode."""
+    Raises ValueError for a decode."""
 
-    def __init__(self, config: Config, attend: ContextParallel | Sequence[ContextParallel], recompute: bool = False):
+    def __init__(self, config: Config, attend: ContextParallel, recompute: bool = False):
         super().__init__()
-        self.functions = _alike(config, attend)
-        self.attend, self.config, self.recompute = self.functions[0], config, recompute
+        if attend.variant.decode:
+            raise ValueError(f"attend={attend}: is a decode, forward only; take one of the other variants")
+        self.attend, self.config, self.recompute = attend, config, recompute
         self.embedding = nn.Embedding(config.vocabulary, config.hidden)
         nn.init.normal_(self.embedding.weight, std=STD)
         both = config.encoder_layers > 0
+        residuals = (3 if both else 2) * config.layers
         self.encoder = nn.ModuleList(
-            TransformerBlock(config, FULL, self.attend, 2 * config.encoder_layers) for _ in range(config.encoder_layers)
+            TransformerBlock(config, FULL, attend, 2 * config.encoder_layers) for _ in range(config.encoder_layers)
         )
         self.encoder_norm = nn.RMSNorm(config.hidden, EPS) if both else None
         self.layers = nn.ModuleList(
-            TransformerBlock(
-                config,
-                config.kind(i),
-                self.functions[i % len(self.functions)],
-                (3 if both else 2) * config.layers,
-                self.attend if both else None,
-            )
+            TransformerBlock(config, config.kind(i), attend, residuals, attend if both else None)
             for i in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden, EPS)
@@ -201,17 +192,3 @@ class Transformer(nn.Module):
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(layer, *inputs, use_reentrant=False)
         return layer(*inputs)
-
-
-def _alike(config: Config, attend: ContextParallel | Sequence[ContextParallel]) -> list[ContextParallel]:
-    functions = [attend] if isinstance(attend, ContextParallel) else list(attend)
-    if len(functions) not in (1, len(config.kinds)):
-        raise ValueError(
-            f"attend: {len(functions)} functions; give one, or one for each of the {len(config.kinds)} kinds"
-        )
-    for fn in functions:
-        if fn.variant.decode:
-            raise ValueError(f"attend={fn}: is a decode, forward only; take one of the other variants")
-        if (fn.layout, fn.world) != (functions[0].layout, functions[0].world):
-            raise ValueError(f"attend={fn}: shards tokens otherwise than {functions[0]}; take functions of one layout")
-    return functions

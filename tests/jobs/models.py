@@ -78,12 +78,11 @@ def model_of(config: Config, attend: Any, dtype: torch.dtype = torch.float64, re
 
 
 def function(case: dict[str, Any]) -> Any:
-    """The case's function, or one for each of its kinds."""
+    """The case's function."""
     options = case.get("options", {})
     if case["name"] == "balanced":
         options = {"mask": config_of(case).kinds[0].mask, "tokens": TOKENS}
-    made = attention.make(case["name"], **options)
-    return [made, *(attention.make(name) for name in case["others"])] if "others" in case else made
+    return attention.make(case["name"], **options)
 
 
 def step(model: Transformer, batch: Batch, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -105,7 +104,7 @@ def compare(me: Rank, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
         assert ids is not None
         model = model_of(config, function(case), recompute=case.get("recompute", False))
         ours = step(model, shard(model.attend, ids, labels, source))
-        exact = model_of(config, [Exact()] * len(config.kinds))
+        exact = model_of(config, Exact())
         batch = shard(exact.attend, ids, labels, source)
         loss = batch.loss(exact(batch))
         loss.backward()
@@ -140,7 +139,7 @@ def under_fsdp(me: Rank, shape: list[int], recompute: bool) -> dict[str, float]:
     loss.backward()
     loss = loss.detach()
     dist.all_reduce(loss)
-    exact = model_of(config, [Exact()])
+    exact = model_of(config, Exact())
     whole = shard(exact.attend, ids)
     expected = whole.loss(exact(whole))
     expected.backward()
@@ -166,8 +165,6 @@ def refusals(me: Rank) -> dict[str, str]:
     both = replace(config, encoder_layers=1)
     ids = torch.zeros(1, TOKENS, dtype=torch.long)
     tried = {
-        "layouts": lambda: Transformer(config, [zigzag, ring]),
-        "number": lambda: Transformer(config, [ring] * 3),
         "decode": lambda: Transformer(config, attention.make("tree")),
         "source": lambda: Transformer(both, ring)(shard(ring, ids)),
         "lengths": lambda: shard(ring, ids, source=ids[:, 1:]),

@@ -16,7 +16,7 @@ DECODERS = [
     {"name": "ulysses", "masks": [("dca", {"window": 8, "global_tokens": 2, "random": 3, "causal": True})]},
     {"name": "balanced", "masks": DOCUMENTS},
     {"name": "llama3", "masks": DOCUMENTS},
-    {"name": "ring", "others": ["ring_allgather"], "masks": WINDOWS},
+    {"name": "ring_allgather", "masks": WINDOWS},
     {"name": "dense"},
     {"name": "zigzag", "sinks": True, "softcap": 2.0, "scale": 0.4},
     {"name": "ring", "masks": WINDOWS, "sinks": True},
@@ -44,12 +44,10 @@ def test_trains_under_fsdp_over_data_and_context_ranks(in_world, recompute):
 
 def test_refusals_name_the_value_and_the_way_out(in_world):
     found = in_world(models.refusals, 2)
-    assert "zigzag" in found["layouts"] and "take functions of one layout" in found["layouts"]
-    assert "3 functions" in found["number"] and "one for each of the 2 kinds" in found["number"]
     assert "is a decode" in found["decode"]
     assert "source=None" in found["source"] and "give source" in found["source"]
     assert "[1, 31]" in found["lengths"] and "[1, 32]" in found["lengths"]
-    assert "causal=false: zigzag" in found["mask"]
+    assert "causal=false" in found["mask"] and "zigzag is for causal masks" in found["mask"]
 
 
 @pytest.mark.parametrize(
