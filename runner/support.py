@@ -7,13 +7,11 @@ import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from attention import masks
-from attention.call import check_kv_lengths, check_prefix
 from attention.geometry.schedules import Problem, steps
 from attention.geometry.schedules import masks as bands_of
 from attention.kernels import KERNELS, Call, Kernel, Shape, made_for
@@ -24,10 +22,8 @@ from attention.masks.band import FULL
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of
-from attention.replay import graphs_obstacle
 from attention.variants.base import Variant
 from attention.variants.registry import MIXTURES, VARIANTS
-from runner.config.rules.attention import module_lacks
 from runner.config.variants import MODULES, ONE_RANK
 
 PAGE = Path(__file__).parent.parent / "docs" / "support.md"
@@ -59,15 +55,11 @@ class Setting:
     dtype: torch.dtype = torch.bfloat16
     kv_heads: int = HEADS
     deterministic: bool = False
-    graphs: bool = False
     sinks: bool = False
     softcap: bool = False
     v_head_dim: int | None = None
-    kv_lengths: bool = False
-    prefix: bool = False
 
 
-EMPTY = torch.empty(1, 0, 1, 1)
 PADDED = "padded"  # honoured, with values that are filled up with zeros
 FEATURES = {
     "packed": Setting(packed=True),
@@ -79,10 +71,7 @@ FEATURES = {
     "sinks": Setting(sinks=True),
     "softcap": Setting(softcap=True),
     "v_head_dim": Setting(v_head_dim=VALUE_DIM),
-    "kv_lengths": Setting(kv_lengths=True),
-    "prefix": Setting(prefix=True),
     "deterministic": Setting(deterministic=True),
-    "replay=graphs": Setting(graphs=True),
 }
 
 
@@ -96,20 +85,13 @@ def why_not(variant: Variant[Any], kernel: Kernel, setting: Setting) -> str | No
         shape = Shape("cuda", setting.dtype, HEADS, setting.kv_heads, HEAD_DIM, setting.packed, not variant.decode)
         shape = replace(shape, value_dim=setting.v_head_dim, softcap=setting.softcap)
         kernel = made_for(kernel.name, shape)
-        refused = (
-            _module(variant, setting)
-            or _kernel_refuses(kernel, shape, problem, setting)
-            or (_graphs_refused(variant, kernel, problem) if setting.graphs else None)
-        )
+        refused = _kernel_refuses(kernel, shape, problem, setting)
         return refused or (PADDED if isinstance(kernel, PaddedValues) else None)
     except ValueError as error:
         return str(error)
 
 
 def _problem(variant: Variant[Any], setting: Setting) -> Problem:
-    check_kv_lengths((TOKENS,) if setting.kv_lengths else None, 1, TOKENS, torch.device("cuda"), variant)
-    if setting.prefix:
-        check_prefix((EMPTY, EMPTY), EMPTY, EMPTY, variant)
     mask = EXAMPLES[setting.mask]
     cu = (0, *(sum(LENGTHS[: i + 1]) for i in range(len(LENGTHS)))) if setting.packed else (0, TOKENS)
     if variant.decode and setting.packed:
@@ -140,22 +122,6 @@ def _kernel_refuses(kernel: Kernel, shape: Shape, problem: Problem, setting: Set
     return None
 
 
-def _module(variant: Variant[Any], setting: Setting) -> str | None:
-    """Of a run; the function that `attention.make` gives is that of dilated_improved."""
-    asked = {"sinks": setting.sinks, "softcap": setting.softcap, "values of another size": setting.v_head_dim}
-    found = [name for name, given in (asked | {"a packed batch": setting.packed}).items() if given]
-    return module_lacks(variant.name, found) if variant.name in MODULES and found else None
-
-
-def _graphs_refused(variant: Variant[Any], kernel: Kernel, problem: Problem) -> str | None:
-    transport = SimpleNamespace(name="symm", pulls=True, note="")
-    plan: Any = SimpleNamespace(
-        variant=variant, options=variant.parse({}), problem=problem, kernel=kernel, transport=transport
-    )
-    reason = graphs_obstacle(plan, torch.device("cuda"))
-    return f"replay=graphs: {reason}" if reason else None
-
-
 def _general(reason: str, variant: Variant[Any], setting: Setting) -> str:
     """A reason without the names of this variant and mask and without counts, so that many cells share a note."""
     reason = reason.replace(str(EXAMPLES[setting.mask]), "MASK")
@@ -170,9 +136,10 @@ def page() -> str:
     notes: dict[str, int] = {}
     columns = {**{name: Setting(mask=name) for name in EXAMPLES}, **FEATURES}
     math, ring = KERNELS["math"], VARIANTS["ring"]
+    variants = [*VARIANTS.values(), *(v for name, v in MIXTURES.items() if name not in MODULES)]
     lines = [INTRODUCTION]
     for title, rows in (
-        ("Variants, with the kernel math", {v.name: (v, math) for v in (*VARIANTS.values(), *MIXTURES.values())}),
+        ("Variants, with the kernel math", {v.name: (v, math) for v in variants}),
         ("Kernels, with the variant ring", {kernel.name: (ring, kernel) for kernel in KERNELS.values()}),
     ):
         lines.append(f"## {title}\n")
@@ -204,7 +171,7 @@ default options, every package installed and the transport symm.
 - `yes`: honoured; `padded`: honoured with values of {VALUE_DIM} filled up to {HEAD_DIM} (column v_head_dim). A number: refused, for the reason in the notes, where MASK, BAND and VARIANT stand for those of the cell.
 - The first table of a section has the masks, the second has other properties of a causal call. A decode has one query.
 - A variant under another kernel also lacks what the kernel lacks. {" ".join(f"`{name}` is for one GPU." for name in ONE_RANK)}
-- External packages: docs/external.md.
+- `kv_lengths` and `prefix` are for decodes, `replay=graphs` is for all others. Modules: docs/dilated.md. External packages: docs/external.md.
 """
 
 

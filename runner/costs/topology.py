@@ -48,10 +48,6 @@ class Topology:
         """Whether two ranks are in different nodes."""
         return self.gpus is not None and a // self.gpus != b // self.gpus
 
-    def link(self, a: int, b: int, inside: Link, active: int = 1) -> Link:
-        """From rank b to rank a, while so many GPUs of the node receive from other nodes. inside: of ranks in one node."""
-        return self._shared(active) if self.apart(a, b) else inside
-
     def seconds(self, transfer: Transfer, rank: int, world: int, inside: Link) -> float:
         """Of a transfer to `rank`; what comes from its node and what comes from others arrive at the same time. inside: of this
         transfer's pattern within a node."""
@@ -64,7 +60,7 @@ class Topology:
         if not far:
             return inside.seconds(transfer.bytes)
         size = sum(size for _, size in far)
-        link = self.link(rank, far[0][0], inside, self._active(transfer, rank, world))
+        link = self.shared(self._active(transfer, rank, world))
         arriving = link.seconds(size) + (len(far) - 1) * self.message_us / 1e6
         return max(inside.seconds(transfer.bytes - size), arriving)
 
@@ -77,7 +73,8 @@ class Topology:
         distance = (rank - transfer.sources[0][0]) % world
         return min(self.gpus, distance, world - distance)
 
-    def _shared(self, active: int) -> Link:
+    def shared(self, active: int) -> Link:
+        """Between nodes, while so many GPUs of a node receive from others."""
         share = 1.0 if self.nics is None else min(1.0, self.nics / active)
         return Link(self.between.gb_s * share, self.between.latency_us)
 

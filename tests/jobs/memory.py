@@ -58,6 +58,9 @@ class Nothing:
 
     name, summary, align = "nothing", "", 1
 
+    def takes_whole(self, q: Any, k: Any, call: Any) -> bool:
+        return False
+
     def forward(self, q: Any, k: Any, v: Any, call: Any, into: Any = None) -> Any:
         return into or (torch.empty(q.shape, dtype=q.dtype), torch.empty((*q.shape[:-3], q.shape[-2], q.shape[-3])))
 

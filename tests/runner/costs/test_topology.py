@@ -17,14 +17,14 @@ SHAPES = Shapes(1, 8, 4, 64, 2)
 
 
 def test_ranks_of_one_node_use_its_link_and_others_that_between_nodes():
-    assert NODES.link(0, 3, INSIDE) == INSIDE
-    assert NODES.link(3, 4, INSIDE) == Link(50, 20)
-    assert ONE_NODE.link(3, 4, INSIDE) == INSIDE
+    assert NODES.seconds(Transfer("one", 4e9, ((3, 4e9),)), 0, 8, INSIDE) == INSIDE.seconds(4e9)
+    assert NODES.seconds(Transfer("one", 4e9, ((4, 4e9),)), 3, 8, INSIDE) == Link(50, 20).seconds(4e9)
+    assert ONE_NODE.seconds(Transfer("one", 4e9, ((4, 4e9),)), 3, 8, INSIDE) == INSIDE.seconds(4e9)
 
 
 def test_gpus_that_cross_together_share_the_nics():
     scarce = replace(NODES, nics=1)
-    assert scarce.link(0, 4, INSIDE, active=4) == Link(12.5, 20)
+    assert scarce.shared(4) == Link(12.5, 20)
     # in a ring only the node's first rank has its neighbour elsewhere; four ranks away all have
     assert scarce.seconds(Transfer("one", 5e9, ((3, 5e9),)), 4, 8, INSIDE) == pytest.approx(0.1, abs=1e-3)
     assert scarce.seconds(Transfer("one", 5e9, ((7, 5e9),)), 0, 8, INSIDE) == pytest.approx(0.1, abs=1e-3)
