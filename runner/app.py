@@ -91,13 +91,6 @@ def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
     return _recorded(value, folder, number)
 
 
-def _surroundings(spec: Experiment) -> dict[str, Any]:
-    """The part of a result's environment that is known before the run."""
-    host = environment.host()
-    topology = {"topology": environment.topology()} if spec.device == "cuda" else {}
-    return host | {"variables": host["variables"] | _variables(spec)} | topology | _gpus("gpus_before", spec)
-
-
 def _variables(spec: Experiment) -> dict[str, str]:
     """The environment variables that the run sets for its ranks."""
     return {name: str(value) for name, value in (spec.launch.env or {}).items()}
@@ -220,7 +213,11 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)
         return results.result(status=plan.refusal(error), reason=str(error), **about)
-    about |= {"experiment": spec.plain(), "environment": _surroundings(spec)}
+    surroundings = environment.host() | _gpus("gpus_before", spec)
+    surroundings["variables"] = surroundings["variables"] | _variables(spec)
+    if spec.device == "cuda":
+        surroundings["topology"] = environment.topology()
+    about |= {"experiment": spec.plain(), "environment": surroundings}
     folder.mkdir(parents=True, exist_ok=True)
     of = rounds.number(cfg.order, spec, compared)
     outcome = _job(spec, folder, 0, of, place)

@@ -24,13 +24,14 @@ from runner.launch.pool import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import results, terminal
+from runner.output.fields import RankMemory
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
 TOKENS = 128  # of a rank: lengths are multiples of it times the world size
 MOST_TOKENS = (1 << 31) - 1
 SHORTER = 0.85  # of a length that does not fit: the next, while none is known that fits
 TRIALS = 5  # of a search, about
-COLUMNS = ("setting", "limit", "predicted", "longest", "off by", "model's peak", "peak", "trials", "reason")
+COLUMNS = ("setting", "limit", "predicted", "longest", "off by", "peak", "trials", "reason")
 WORDS = ("setting", "reason")
 
 
@@ -46,7 +47,6 @@ class Row:
     predicted: int | None = None  # length; None for an external package, and for what is chosen anew for each length
     longest: int | None = None
     error: float | None = None  # predicted / longest - 1
-    predicted_peak: int | None = None  # at the longest length
     measured_peak: int | None = None  # at the longest length
     experiment: dict[str, Any] | None = None
     trials: list[dict[str, Any]] = field(default_factory=list)
@@ -54,9 +54,9 @@ class Row:
     def cells(self) -> list[str]:
         """Of the table."""
         lengths = ["" if n is None else f"{n:,}" for n in (self.predicted, self.longest)]
-        limit, *peaks = [terminal.gib(n) if n else "" for n in (self.limit, self.predicted_peak, self.measured_peak)]
+        limit, peak = (terminal.gib(n) if n else "" for n in (self.limit, self.measured_peak))
         off = "" if self.error is None else f"{self.error:+.1%}"
-        return [self.setting, limit, *lengths, off, *peaks, f"{len(self.trials)}", self.reason or ""]
+        return [self.setting, limit, *lengths, off, peak, f"{len(self.trials)}", self.reason or ""]
 
 
 def longest(held: Callable[[int], int | None], limit: int, guess: int, unit: int) -> int:
@@ -92,10 +92,14 @@ class Search:
         """A single step, which nothing is compared with."""
         self.cfg.seq_len = tokens
         spec = resolve.experiment(self.cfg, self.gpus, seed=0)
-        timing = replace(
-            spec.timing, method="warmup", warmup_runs=0, warmup_ms=0.0, settle_ms=0.0, timing_runs=1, layers=1, new_packs=False,
-            do_bench=False, counters=False,
-        )  # fmt: skip
+        once: dict[str, Any] = {
+            "method": "warmup",
+            "warmup_runs": 0,
+            "warmup_ms": 0.0,
+            "settle_ms": 0.0,
+            "timing_runs": 1,
+        }
+        timing = replace(spec.timing, **once)
         check = replace(spec.check, enabled=False)
         return replace(spec, timing=timing, check=check, phases=False, energy=False, baseline="none")
 
@@ -114,13 +118,10 @@ class Search:
         predicted = self.unit * bisect_right(range(1, most + 1), row.limit, key=self._needed)
         begin = self._experiment(max(predicted, self.unit))
         duration.check_cpu(begin, TRIALS * duration.iteration_s(begin)[0], "a smaller launch.memory_limit_gb")
-        known = is_known(self.small)
-        row.predicted = predicted if known else None
         row.longest = longest(self._held, row.limit, predicted, self.unit)
-        if row.longest:
-            row.experiment = self._experiment(row.longest).plain()
-            row.predicted_peak = self._needed(row.longest // self.unit) if known else None
-            row.error = predicted / row.longest - 1 if known else None
+        row.experiment = self._experiment(row.longest).plain() if row.longest else None
+        if is_known(self.small):
+            row.predicted, row.error = predicted, predicted / row.longest - 1 if row.longest else None
 
     def _needed(self, units: int) -> int:
         return needed_bytes(self._experiment(units * self.unit), str(self.row.kernel))
@@ -130,21 +131,17 @@ class Search:
         self._step(self.unlimited)  # takes what a process takes once
         started = time.monotonic()
         step = self._step(self._experiment(tokens))
-        trial = {key: step[key] for key in ("status", "reason", "memory") if key in step} | {"seq_len": tokens}
-        self.row.trials.append(trial | {"seconds": time.monotonic() - started, "fits": False})
+        trial = {"seq_len": tokens, "fits": False, "seconds": time.monotonic() - started}
+        trial |= {key: step[key] for key in ("status", "reason", "memory") if key in step}
+        self.row.trials.append(trial)
         if step["status"] != "ok":
             return None
-        # of a GPU with symmetric memory, which the allocator's limit leaves out
-        needed, held = (
-            max(
-                rank.get(key, rank.get("peak_resident")) + rank.get("symmetric", 0)
-                for rank in step["memory"]["by_rank"]
-            )
-            for key in ("peak_allocated", "peak_reserved")
-        )
-        if self.small.launch.memory_limit_gb is not None and held > self.row.limit:
+        ranks = [RankMemory(**rank) for rank in step["memory"]["by_rank"]]
+        # the allocator's limit leaves symmetric memory out
+        held = max((rank.peak_reserved or rank.peak_resident or 0) + rank.symmetric for rank in ranks)
+        if self.small.launch.memory_limit_gb is not None and held > int(self.row.limit or 0):
             return None
-        self.row.trials[-1]["fits"], self.row.measured_peak = True, needed
+        trial["fits"], self.row.measured_peak = True, max(rank.peak for rank in ranks)
         return held
 
     def _step(self, spec: Experiment) -> dict[str, Any]:
@@ -197,7 +194,7 @@ def main(arguments: list[str]) -> int:
         table.add_column(column, justify="left" if column in WORDS else "right")
     for row in rows:
         table.add_row(*row.cells())
-    terminal.show(table, WORDS, ("limit", "trials", "model's peak"))
+    terminal.show(table, WORDS, ("limit", "trials"))
     terminal.out.print(f"Result: {folder}", soft_wrap=True)
     return 0 if any(row.longest for row in rows) else 1
 

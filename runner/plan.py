@@ -83,7 +83,8 @@ def _elsewhere(sweep: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A run. state: `TO_DO`, `KEPT`, or the status of a refused one, with its reason. flops: of an iteration on all ranks. seconds: expected, with the start of its world; basis: by what."""
+    """A run. state: `TO_DO`, `KEPT`, or the status of a refused one, with its reason. flops: of an iteration on all ranks.
+    seconds: expected, with the start of its world; basis: by what."""
 
     name: str
     overrides: tuple[str, ...]
@@ -93,10 +94,6 @@ class Planned:
     seconds: float = 0.0
     basis: str = ""
 
-    @property
-    def is_possible(self) -> bool:
-        return self.state not in SKIPPED
-
 
 @dataclass
 class PlannedRuns:
@@ -105,21 +102,19 @@ class PlannedRuns:
     of: int
     runs: list[Planned] = field(default_factory=list)
 
-    @property
-    def seconds(self) -> float:
-        return sum(run.seconds for run in self.runs)
-
     def line(self) -> str:
         """The plan in a line."""
         kept = sum(run.state == KEPT for run in self.runs)
-        impossible = sum(not run.is_possible for run in self.runs)
+        impossible = sum(run.state in SKIPPED for run in self.runs)
         parts = [f"{kept} done before"] if kept else []
         parts += [f"{impossible} impossible"] if impossible else []
         waiting = [run for run in self.runs if run.seconds]
         if waiting:
             parts.append(f"{terminal.flop(sum(run.flops or 0 for run in waiting))} in an iteration of each")
             bases = dict.fromkeys(run.basis for run in waiting)
-            parts.append(f"about {terminal.seconds(self.seconds)}, estimated by {' and '.join(bases)}")
+            parts.append(
+                f"about {terminal.seconds(sum(run.seconds for run in waiting))}, estimated by {' and '.join(bases)}"
+            )
         some = "" if len(self.runs) == self.of else f"; the first {len(self.runs)} of them"
         return f"Plan: {self.of} run{'s' if self.of > 1 else ''}{some}: {', '.join(parts) or 'nothing is left to do'}"
 
@@ -158,57 +153,35 @@ def made(
 ) -> PlannedRuns:
     """The plan of runs, each given by its overrides. folder: of their sweep. seconds: how long planning may take, for one run at
     least. check_kernels: also whether the kernels can do them, which imports torch."""
-    planner, plan = _Planner(folder, check_kernels), PlannedRuns(len(jobs))
-    began = time.monotonic()
+    plan, began = PlannedRuns(len(jobs)), time.monotonic()
+    seed = seeds.fresh() if folder is None else seeds.known(folder)
+    worlds: set[str] = set()  # that runs so far would have started
     for job in jobs:
-        plan.runs.append(planner.run(overrides.composed(job), job))
+        cfg = overrides.composed(job)
+        run = Planned(run_name(cfg, usable_gpus(cfg)), job, KEPT)
+        try:
+            if folder is None or not cfg.resume or not kept(folder / run.name, identity(cfg)):
+                run = _planned(run, cfg, seed, worlds, check_kernels)
+        except (InvalidConfig, UnsupportedHere) as error:
+            run = replace(run, state=refusal(error), reason=str(error))
+        plan.runs.append(run)
         if seconds is not None and time.monotonic() - began > seconds:
             break
     return plan
 
 
-class _Planner:
-    def __init__(self, folder: Path | None, check_kernels: bool):
-        self.folder, self.check_kernels = folder, check_kernels
-        self.worlds: set[str] = set()  # that runs so far would have started
-        self.times: dict[str, Path] | None = None
-        self.seed: int | None = None
+def _planned(run: Planned, cfg: DictConfig, seed: int, worlds: set[str], check_kernels: bool) -> Planned:
+    """A run that is to do. Raises InvalidConfig and UnsupportedHere."""
+    gpus = usable_gpus(cfg)
+    spec = experiment(cfg, gpus, seed)
+    check_here(spec, cfg, gpus)
+    if check_kernels:
+        from runner.measure import kernels  # with torch
 
-    def run(self, cfg: DictConfig, job: tuple[str, ...]) -> Planned:
-        gpus, folder = usable_gpus(cfg), self.folder
-        run = Planned(run_name(cfg, gpus), job, KEPT)
-        try:
-            if folder is not None and cfg.resume and kept(folder / run.name, identity(cfg)):
-                return run
-            if self.seed is None:
-                self.seed = seeds.fresh() if folder is None else seeds.known(folder)
-            spec = experiment(cfg, gpus, self.seed)
-            check_here(spec, cfg, gpus)
-            if self.check_kernels:
-                from runner.measure import kernels  # with torch
-
-                kernels.check(spec)
-        except (InvalidConfig, UnsupportedHere) as error:
-            return replace(run, state=refusal(error), reason=str(error))
-        world = str((spec.world_size, spec.device, spec.launch.share_gpu, spec.launch.env))
-        start_s = 0.0 if world in self.worlds and not spec.launch.fresh else duration.start_s(spec)
-        self.worlds.add(world)
-        seconds, basis = self._earlier_s(run.name, cfg), "earlier results"
-        if seconds is None:
-            seconds, basis = duration.run_s(spec)
-            seconds += start_s
-        return replace(run, state=TO_DO, flops=metrics.iteration_flops(spec), seconds=seconds, basis=basis)
-
-    def _earlier_s(self, name: str, cfg: DictConfig) -> float | None:
-        """The seconds of an earlier run with the same key on this machine."""
-        if self.times is None:
-            known = sorted(Path(cfg.output).glob(f"*/*/*/{reader.RESULT}"))  # the newest last
-            self.times = {path.parent.name: path.parent for path in known}
-        folders = [self.folder / name] if self.folder else []
-        for folder in [*folders, *([self.times[name]] if name in self.times else [])]:
-            result = reader.read_result(folder)
-            if not isinstance(result, Result) or result.status != "ok" or result.key != identity(cfg):
-                continue
-            if result.environment.machine_id == environment.host()["machine_id"]:
-                return result.plain["environment"].get("seconds")
-        return None
+        kernels.check(spec)
+    seconds, basis = duration.run_s(spec)
+    world = str((spec.world_size, spec.device, spec.launch.share_gpu, spec.launch.env))
+    if spec.launch.fresh or world not in worlds:
+        seconds += duration.start_s(spec)
+    worlds.add(world)
+    return replace(run, state=TO_DO, flops=metrics.iteration_flops(spec), seconds=seconds, basis=basis)

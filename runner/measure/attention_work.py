@@ -17,9 +17,10 @@ from torch import Tensor
 from attention.api import ContextParallel
 from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import masks
-from attention.kernels import Shape, passed_over
+from attention.kernels import passed_over
 from runner.config.experiment import NEW_PACKS, AttentionCall, Experiment
 from runner.launch.rank import Rank
+from runner.measure.kernels import call_shape
 from runner.measure.workload import DTYPES, Workload
 from runner.peers import Package
 
@@ -116,7 +117,6 @@ class AttentionWork(Workload):
         if work.q_len is not None:
             self.options |= {"kv_tokens": work.seq_len, "kv_lengths": work.kv_lengths}
         self.plans = [self.planned(self.q, self.k, self.v, self.options)]
-        self.passed_over = self._passed_over()
         if (prefix := global_prefix(experiment, me.device)) is not None:
             self.inputs += [self.fn.shard(x, role="kv") for x in prefix]
             self.options |= {"prefix": tuple(self.inputs[-2:]), "prefix_tokens": work.prefix}
@@ -164,16 +164,14 @@ class AttentionWork(Workload):
 
     def report(self) -> dict[str, Any]:
         """With kernel=auto also why preferred kernels were passed over."""
-        return super().report() | self.passed_over
-
-    def _passed_over(self) -> dict[str, Any]:
         chosen, problem = self.fn.variant, self.plan.problem
         if isinstance(chosen, Package) or self.experiment.kernel != "auto":
-            return {}
-        shape = Shape.of(self.q, self.k, self.v, self.backward, self.spec.softcap is not None)
+            return super().report()
+        shape = call_shape(self.experiment, self.inputs[0].shape[0 if self.spec.seqlens else 1])
         if problem.is_cut:  # into packed calls
             shape = replace(shape, packed=True)
-        return {"passed_over": passed_over(self.plan.kernel.name, shape, masks(problem), chosen.decode)}
+        skipped = passed_over(self.plan.kernel.name, shape, masks(problem), chosen.decode)
+        return super().report() | {"passed_over": skipped}
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's rows of `whole`, which has the rows of the output `name`."""

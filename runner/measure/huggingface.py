@@ -17,6 +17,9 @@ from runner.config.values import UnsupportedHere
 from runner.models import Batch, Config
 from runner.models.transformer import PROJECTIONS
 
+# of a layer's attention, which its FLOPs depend on
+FACTS = ("heads", "KV heads", "head dim", "value dim", "causal", "window", "softcap", "sinks")
+
 
 class Decoder(nn.Module):
     """The model of `runner.config.huggingface.loaded`, with the attention of `fn`. As `runner.models.Transformer`, from a batch
@@ -87,17 +90,13 @@ class CheckedSplit(Split):
     config: Config = field(kw_only=True)
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        config, layer = self.config, getattr(module, "layer_idx", 0)
-        kind = config.kind(layer)
-        asked = {
-            "heads": ((q.shape[2], k.shape[2]), (config.heads, config.key_heads)),
-            "head dims": ((q.shape[-1], v.shape[-1]), (config.head_dim, config.value_dim)),
-            "causal": (options["causal"], True),
-            "window": (options["window"][0], -1 if kind.mask.band is None else kind.mask.band.left),
-            "softcap": (options.get("softcap"), kind.softcap),
-            "sinks": ("sinks" in options, kind.sinks),
-        }
-        for what, (model, read) in asked.items():
+        c, layer = self.config, getattr(module, "layer_idx", 0)
+        kind = c.kind(layer)
+        left = -1 if kind.mask.band is None else kind.mask.band.left
+        read_facts = c.heads, c.key_heads, c.head_dim, c.value_dim, True, left, kind.softcap, kind.sinks
+        sizes, (window, _) = (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), options["window"]
+        facts = *sizes, options["causal"], window, options.get("softcap"), "sinks" in options
+        for what, model, read in zip(FACTS, facts, read_facts, strict=True):
             if model != read:
                 raise ValueError(
                     f"layer {layer} attends with {what} {model}, and its configuration was read as {read}; take another model"

@@ -13,6 +13,15 @@ from runner.config.values import UnsupportedHere
 from runner.measure.workload import DTYPES
 
 
+def call_shape(spec: Experiment, tokens: int | None = None) -> Shape:
+    """What kernels differ in, of a run's calls. tokens: the queries of a rank; None: many."""
+    call = spec.workload
+    return Shape(
+        spec.device, DTYPES[call.dtype], call.heads, call.kv_heads, call.head_dim, bool(call.seqlens), spec.backward, tokens,
+        value_dim=None if call.value_dim == call.head_dim else call.value_dim, softcap=call.softcap is not None,
+    )  # fmt: skip
+
+
 def check(spec: Experiment) -> None:
     """Raises UnsupportedHere, with the reason that a rank would give. Not of whole models, of mixtures, of external packages, nor of what
     the run chooses itself."""
@@ -20,10 +29,7 @@ def check(spec: Experiment) -> None:
     if spec.model is not None or chosen is None or chosen.mixes or spec.is_peer or spec.best_options:
         return
     problem = chosen.problem(call.cu_seqlens, spec.world_size, call.mask, spec.call_options, call.q_len)
-    shape = Shape(
-        spec.device, DTYPES[call.dtype], call.heads, call.kv_heads, call.head_dim, bool(call.seqlens), spec.backward,
-        value_dim=None if call.value_dim == call.head_dim else call.value_dim, softcap=call.softcap is not None,
-    )  # fmt: skip
+    shape = call_shape(spec)
     try:
         if spec.world_size > 1:
             transports.resolve(spec.transport, torch.device(spec.device))

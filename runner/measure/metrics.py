@@ -131,11 +131,11 @@ def gain(
 ) -> dict[str, dict[str, float]]:
     """Speedup of a run on `world` ranks over its baseline, by pass. Efficiency is speedup over ranks; against dense
     attention it is speedup over the ratio of FLOPs. fields: the metrics of `compute`."""
-    times = {which: baseline["passes"][which] / ms[which] for which in ms}
+    speedup = {which: baseline["passes"][which] / ms[which] for which in ms}
     ideal: dict[str, float] = dict.fromkeys(ms, world)
     if baseline.get("kind") == "dense":
         ideal = {which: max(fields["dense_flops"][which], 1) / max(fields["flops"][which], 1) for which in ms}
-    return {"speedup": times, "efficiency": {which: x / ideal[which] for which, x in times.items()}}
+    return {"speedup": speedup, "efficiency": {which: x / ideal[which] for which, x in speedup.items()}}
 
 
 def exceeds(fields: Mapping[str, Any]) -> bool:

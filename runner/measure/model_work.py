@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,8 +63,11 @@ class ModelWork(Workload):
         for name in ("model", "optimizer"):
             self.__dict__.pop(name, None)  # freed first
         torch.manual_seed(self.experiment.seed)
+        build: Any = Transformer
+        if self.about.huggingface is not None:
+            build = partial(Decoder, self.about.huggingface, dtype=self.dtype)
         with torch.device(self.me.device):
-            model = self._model()
+            model: Transformer | Decoder = build(self.config, self.fn, self.about.recompute)
         self.model = model.to(DTYPES[self.spec.dtype]).to(self.dtype)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), self.about.learning_rate, BETAS, fused=self.me.device.type == "cuda"
@@ -71,11 +75,6 @@ class ModelWork(Workload):
         self.steps = 0
         self.losses: list[Tensor] = []  # this rank's part of each step's
         self.release()
-
-    def _model(self) -> Transformer | Decoder:
-        if self.about.huggingface is None:
-            return Transformer(self.config, self.fn, self.about.recompute)
-        return Decoder(self.about.huggingface, self.config, self.fn, self.about.recompute, self.dtype)
 
     def _plan(self, kind: Kind) -> Plan:
         """Of the attention of such a layer."""
@@ -97,12 +96,19 @@ class ModelWork(Workload):
     def run(self, which: str, keep: bool = False) -> None:
         if which == "forward":
             self._forward()
-        elif which == "backward":
-            self._backward(keep)
-        else:
+        elif which == "optimizer":
             with profiling.phase("comp_optimizer"):
                 self.optimizer.step()
             self.steps += 1
+        else:
+            assert self.loss is not None, "backward before forward"
+            if keep:  # it is repeated
+                self.optimizer.zero_grad(set_to_none=True)
+            self.loss.backward(torch.full_like(self.loss, self.sign), retain_graph=keep)
+            if self.fn.world > 1:
+                reduce_gradients(self.model, self.fn.group)
+            if not keep:
+                self.loss = self.loss.detach()
 
     def _forward(self) -> None:
         self.release()
@@ -115,23 +121,15 @@ class ModelWork(Workload):
             self.loss = profiling.layer("comp_loss", batch.loss, self.model(batch))
             self.losses.append(self.loss.detach())
 
-    def _backward(self, keep: bool) -> None:
-        assert self.loss is not None, "backward before forward"
-        if keep:  # it is repeated
-            self.optimizer.zero_grad(set_to_none=True)
-        self.loss.backward(torch.full_like(self.loss, self.sign), retain_graph=keep)
-        if self.fn.world > 1:
-            reduce_gradients(self.model, self.fn.group)
-        if not keep:
-            self.loss = self.loss.detach()
-
     def outputs(self) -> dict[str, Tensor]:
         """Of the first step, each `[rows, 1, D]`: `loss`, and the gradient of each parameter by its name; without a backward
         each token's loss, less that of a uniform guess. Collective."""
         if not self.first or (self.loss is None and self.logits is None):
             return {}
         if self.logits is not None:
-            return {GUESSED: self.sign * self._token_losses(self.logits)}
+            logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).flatten(0, 1)
+            losses = F.cross_entropy(logits, self.batches[0].labels.flatten(), reduction="none")
+            return {GUESSED: self.sign * self.less_guess(losses)}
         gradients = {name: by_rows(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         if len(gradients) < len(list(self.model.parameters())):
             return {}
@@ -143,10 +141,6 @@ class ModelWork(Workload):
         if self.fn.world > 1:
             torch.distributed.all_reduce(losses, group=self.fn.group)
         return losses
-
-    def _token_losses(self, logits: Tensor) -> Tensor:
-        upcast = logits.detach().to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        return self.less_guess(F.cross_entropy(upcast, self.batches[0].labels.flatten(), reduction="none"))
 
     def less_guess(self, losses: Tensor) -> Tensor:
         """Losses of tokens as `[tokens, 1, 1]`, less that of a uniform guess."""
