@@ -25,13 +25,13 @@ def needed_bytes(spec: Experiment, kernel: str) -> int:
     training step or forward. Where the model does not know the run, a lower bound: what it begins with."""
     if spec.model is not None:
         return _of_model(spec, kernel)
-    if not is_known(spec):
-        return input_bytes(spec)
     return input_bytes(spec) + _peak(spec, kernel)
 
 
 def _peak(spec: Experiment, kernel: str) -> int:
-    """Of the executor beside its inputs, on the fullest rank."""
+    """Of the executor beside its inputs, on the fullest rank; 0, a lower bound, where the model does not know the run."""
+    if not is_known(spec):
+        return 0
     chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
     problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     on_gpu = spec.device == "cuda"
@@ -52,7 +52,7 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     rows, upcast = call.batch * -(-call.seq_len // spec.sharing), max(e, FP32)
     row, layers = rows * e, c.layers + c.encoder_layers
     parameters, text = c.matrices * e, rows * TEXT_BYTES
-    beside = _peak(spec, kernel) if is_known(spec) else 0  # a lower bound elsewhere
+    beside = _peak(spec, kernel)
     keys_values = c.key_heads * (c.head_dim + c.value_dim)
     projected = c.heads * c.head_dim + keys_values
     if not spec.backward:  # a layer's input and the encoder's output, beside what attention or the MLP holds at once

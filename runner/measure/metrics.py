@@ -26,15 +26,17 @@ def flops(experiment: Experiment) -> dict[str, int]:
     """FLOPs of the whole problem, see `counts.forward_flops` and `backward_flops`, of a module with its projections. Of a model
     `Config.flops`, and twice that for the backward, whatever is computed again; the optimizer step, which is bound by memory,
     counts none."""
+    work = experiment.workload
     if experiment.model is not None:
-        forward = experiment.model.config(experiment.workload).flops(
-            experiment.workload.batch, experiment.workload.seq_len
-        )
+        forward = experiment.model.config(work).flops(work.batch, work.seq_len)
         later = {"backward": 2 * forward, "optimizer": 0}
     else:
-        about = replace(experiment.workload.shapes, batch=1, heads=1), experiment.head_pairs
-        forward = counts.forward_flops(*about) + projections(experiment)
-        later = {"backward": counts.backward_flops(*about) + 2 * projections(experiment)}
+        hidden, products = work.heads * work.head_dim, 0
+        if experiment.is_module:  # x to q, k and v, and to out
+            products = 2 * work.batch * work.seq_len * hidden * (2 * hidden + 2 * work.kv_heads * work.head_dim)
+        about = replace(work.shapes, batch=1, heads=1), experiment.head_pairs
+        forward = counts.forward_flops(*about) + products
+        later = {"backward": counts.backward_flops(*about) + 2 * products}
     if not experiment.backward:
         return {"forward": forward}
     return {"forward": forward, **later, "total": forward + later["backward"]}
@@ -43,15 +45,6 @@ def flops(experiment: Experiment) -> dict[str, int]:
 def iteration_flops(experiment: Experiment) -> int:
     """FLOPs of an iteration on all ranks."""
     return list(flops(experiment).values())[-1]
-
-
-def projections(experiment: Experiment) -> int:
-    """FLOPs of a module's matrix products around its attention in the forward: x to q, k and v, and to out. 0 for attention alone."""
-    if not experiment.is_module:
-        return 0
-    call = experiment.workload
-    hidden = call.heads * call.head_dim
-    return 2 * call.batch * call.seq_len * hidden * (hidden + (call.heads + 2 * call.kv_heads) * call.head_dim)
 
 
 def sparsity(experiment: Experiment) -> dict[str, Any]:
