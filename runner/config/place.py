@@ -84,16 +84,113 @@ def joined() -> Place | None:
     return _joined
 
 
+@dataclass(frozen=True)
+class Launcher:
+    """The environment variables by which a launcher tells a process its place."""
+
+    name: str
+    process: str
+    processes: str
+    local: str
+    nodes: str  # the number of nodes,
+    local_processes: str  # or how many processes a node has
+    job: tuple[str, ...]  # what tells this launch from others
+    hosts: tuple[str, ...] = ()  # lists of hosts with the one of process 0 first, where MASTER_ADDR is not set
+    way_out: str = ""  # where they name no host
+
+
+BY_HAND = Launcher(
+    "WORLD_SIZE",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "GROUP_WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+    way_out="need MASTER_ADDR and MASTER_PORT of rank 0; torchrun sets all four",
+)
+LAUNCHERS = (  # torchrun comes first, since it may itself be started by the others
+    BY_HAND,
+    Launcher(
+        "srun",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_NUM_NODES",
+        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+        ("SLURM_STEP_NODELIST", "SLURM_NODELIST"),
+        "set MASTER_ADDR to the first node",
+    ),
+    Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+        way_out="say where rank 0 is by mpirun -x MASTER_ADDR=HOST",
+    ),
+    Launcher(
+        "skypilot",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NUM_NODES",
+        "",
+        "SKYPILOT_NUM_NODES",
+        "",
+        ("SKYPILOT_TASK_ID",),
+        ("SKYPILOT_NODE_IPS",),
+        "SkyPilot sets SKYPILOT_NODE_IPS",
+    ),
+    Launcher(  # its local executor, which has one node
+        "submitit",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "SUBMITIT_LOCAL_NTASKS",
+        "SUBMITIT_LOCAL_GLOBALID",
+        "",
+        "SUBMITIT_LOCAL_NTASKS",
+        ("SUBMITIT_LOCAL_JOB_ID",),
+    ),
+)
+
+
 def from_environment(environ: Environ = os.environ) -> Place | None:
-    """The place that a launcher gave this process; None where it runs for itself. torchrun comes first, since it may itself
-    be started by the others. Raises InvalidConfig for variables that name no place."""
-    for read in (_torchrun, _slurm, _open_mpi, _skypilot, _submitit):
-        place = read(environ)
-        if place is not None:
-            if not 0 <= place.process < place.processes:
-                raise InvalidConfig(f"{place.launcher}: process {place.process} of {place.processes}; the first is 0")
-            return place
+    """The place that a launcher gave this process; None where it runs for itself, as in a batch script without srun. Raises
+    InvalidConfig for variables that name no place."""
+    for launcher in LAUNCHERS:
+        there = launcher.process in environ and launcher.processes in environ
+        if there and (launcher is BY_HAND or _number(environ, launcher.processes) > 1):
+            return _place(environ, launcher)
     return None
+
+
+def _place(environ: Environ, launcher: Launcher) -> Place:
+    name = "torchrun" if launcher is BY_HAND and "TORCHELASTIC_RUN_ID" in environ else launcher.name
+    process, processes = _number(environ, launcher.process), _number(environ, launcher.processes)
+    if process >= processes:
+        raise InvalidConfig(f"{name}: process {process} of {processes}; the first is 0")
+    nodes = _number(environ, launcher.nodes, -(-processes // max(1, _number(environ, launcher.local_processes, 1))))
+    job = "/".join([name, *(environ.get(variable, "") for variable in launcher.job)])
+    listed = next((environ[variable] for variable in launcher.hosts if environ.get(variable)), "")
+    host, by_hand = environ.get("MASTER_ADDR") or first_host(listed), launcher is BY_HAND
+    if processes > 1 and ((by_hand and not environ.get("MASTER_PORT")) or (not host and (by_hand or nodes > 1))):
+        raise InvalidConfig(f"{launcher.process} and {launcher.processes}={processes}: {launcher.way_out}")
+    # torchrun itself listens at MASTER_PORT
+    has_store = by_hand and environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return Place(
+        name,
+        process,
+        processes,
+        local=_number(environ, launcher.local, 0),
+        nodes=nodes,
+        host=LOOPBACK if nodes == 1 and not has_store else host,
+        port=_number(environ, "MASTER_PORT", PORTS[zlib.crc32(job.encode()) % len(PORTS)]),
+        job=job,
+        variable=launcher.process,
+        has_store=has_store,
+        whole_node=nodes == processes and not by_hand,
+    )
 
 
 def _number(environ: Environ, name: str, default: int | None = None) -> int:
@@ -105,106 +202,7 @@ def _number(environ: Environ, name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _port(environ: Environ, job: str) -> int:
-    if "MASTER_PORT" in environ:
-        return _number(environ, "MASTER_PORT")
-    return PORTS[zlib.crc32(job.encode()) % len(PORTS)]
-
-
-def _torchrun(environ: Environ) -> Place | None:
-    """torch elastic's variables, or the same ones by hand."""
-    if "RANK" not in environ or "WORLD_SIZE" not in environ:
-        return None
-    elastic = "TORCHELASTIC_RUN_ID" in environ
-    world = _number(environ, "WORLD_SIZE")
-    each = max(1, _number(environ, "LOCAL_WORLD_SIZE", 1))
-    nodes = _number(environ, "GROUP_WORLD_SIZE", -(-world // each))
-    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
-    if world > 1 and not (host and port):
-        raise InvalidConfig(
-            f"RANK and WORLD_SIZE={world}: need MASTER_ADDR and MASTER_PORT of rank 0; torchrun sets all four"
-        )
-    job = "/".join([host, port, *(environ.get(f"TORCHELASTIC_{x}", "") for x in ("RUN_ID", "RESTART_COUNT"))])
-    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun itself listens at MASTER_PORT
-    return Place(
-        launcher="torchrun" if elastic else "WORLD_SIZE",
-        process=_number(environ, "RANK"),
-        processes=world,
-        local=_number(environ, "LOCAL_RANK", 0),
-        nodes=nodes,
-        host=LOOPBACK if nodes == 1 and not shared else host,
-        port=_port(environ, job),
-        job=job,
-        has_store=shared,
-    )
-
-
-def _slurm(environ: Environ) -> Place | None:
-    """A task of srun. In a batch script without srun there is no step, and the program runs for itself."""
-    if "SLURM_PROCID" not in environ or _number(environ, "SLURM_STEP_NUM_TASKS", 1) < 2:
-        return None
-    nodes, tasks = _number(environ, "SLURM_STEP_NUM_NODES", 1), _number(environ, "SLURM_STEP_NUM_TASKS")
-    job = "/".join(["slurm", environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")])
-    listed = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or ""
-    host = LOOPBACK if nodes == 1 else environ.get("MASTER_ADDR") or first_host(listed)
-    process, local = _number(environ, "SLURM_PROCID"), _number(environ, "SLURM_LOCALID", 0)
-    return Place(
-        "srun", process, tasks, local, nodes, host, _port(environ, job), job, "SLURM_PROCID", whole_node=nodes == tasks
-    )
-
-
 def first_host(listed: str) -> str:
-    """The first host of Slurm's list: `n[08-11,14],m1` begins with n08."""
-    found = re.match(r"([^,\[\]]+)(?:\[([^\],-]+)[^\]]*\]([^,\[\]]*))?", listed)
-    if found is None:
-        raise InvalidConfig(f"SLURM_STEP_NODELIST={shown(listed)}: names no host; set MASTER_ADDR to the first node")
-    return "".join(part or "" for part in found.groups())
-
-
-def _open_mpi(environ: Environ) -> Place | None:
-    if "OMPI_COMM_WORLD_RANK" not in environ or _number(environ, "OMPI_COMM_WORLD_SIZE", 1) < 2:
-        return None
-    size, each = _number(environ, "OMPI_COMM_WORLD_SIZE"), _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
-    nodes = -(-size // max(1, each))
-    job = "/".join(["mpi", *(environ.get(x, "") for x in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"))])
-    host = LOOPBACK if nodes == 1 else environ.get("MASTER_ADDR", "")
-    if not host:
-        raise InvalidConfig(
-            f"OMPI_COMM_WORLD_SIZE={size}: on {nodes} nodes; say where rank 0 is by mpirun -x MASTER_ADDR=HOST"
-        )
-    process, local = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", 0)
-    return Place(
-        "mpirun",
-        process,
-        size,
-        local,
-        nodes,
-        host,
-        _port(environ, job),
-        job,
-        "OMPI_COMM_WORLD_RANK",
-        whole_node=nodes == size,
-    )
-
-
-def _skypilot(environ: Environ) -> Place | None:
-    """One process on each node of a SkyPilot task."""
-    if "SKYPILOT_NODE_RANK" not in environ or _number(environ, "SKYPILOT_NUM_NODES", 1) < 2:
-        return None
-    nodes, job = _number(environ, "SKYPILOT_NUM_NODES"), f"skypilot/{environ.get('SKYPILOT_TASK_ID', '')}"
-    host = next(iter(environ.get("SKYPILOT_NODE_IPS", "").split()), "")
-    if not host:
-        raise InvalidConfig(f"SKYPILOT_NUM_NODES={nodes}: needs SKYPILOT_NODE_IPS, which SkyPilot sets")
-    process = _number(environ, "SKYPILOT_NODE_RANK")
-    return Place(
-        "skypilot", process, nodes, 0, nodes, host, _port(environ, job), job, "SKYPILOT_NODE_RANK", whole_node=True
-    )
-
-
-def _submitit(environ: Environ) -> Place | None:
-    """A task of submitit's local executor, which has one node."""
-    if _number(environ, "SUBMITIT_LOCAL_NTASKS", 1) < 2:
-        return None
-    tasks, process = _number(environ, "SUBMITIT_LOCAL_NTASKS"), _number(environ, "SUBMITIT_LOCAL_GLOBALID")
-    job = f"submitit/{environ.get('SUBMITIT_LOCAL_JOB_ID', '')}"
-    return Place("submitit", process, tasks, process, 1, LOOPBACK, _port({}, job), job, "SUBMITIT_LOCAL_NTASKS")
+    """The first of a list of hosts: Slurm's `n[08-11,14],m1` begins with n08. Empty where it names none."""
+    parts = re.match(r"([^,\[\]\s]+)(?:\[([^\],-]+)[^\]]*\]([^,\[\]\s]*))?", listed)
+    return "".join(part or "" for part in parts.groups()) if parts else ""

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 from runner.launch.files import Part, WorldFiles, WorldSpec, write
 from runner.launch.ownership import own_folder, remove_abandoned
@@ -27,7 +29,7 @@ class Agent:
         self.folder, self._owned = own_folder()
         self.files = WorldFiles(self.folder, part.seen)
         try:
-            write(self.folder / "part.json", part.to_json())  # not a command line, which every user can read
+            write(self.folder / "part.json", json.dumps(asdict(part)))  # not a command line, which every user can read
             os.mkfifo(self.folder / "jobs")
             # O_RDWR, so that no open, here or in rank 0, waits for the other process
             self._jobs = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
@@ -87,21 +89,24 @@ class Agent:
 
 def _environment(spec: WorldSpec) -> dict[str, str]:
     """The environment variables of an agent and its ranks."""
-    environment = dict(os.environ)
-    if spec.device == "cpu":
-        environment["OMP_NUM_THREADS"] = str(max(1, cores() // -(-spec.world_size // spec.nodes)))
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    if spec.share_gpu:
-        environment["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    variables = {
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # of external packages; the library's own never uses multicast
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",  # later worlds reuse what FlashAttention-4 compiled
+    }
     if spec.nodes == 1:  # refuse connections from other machines
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        environment.setdefault("NCCL_SOCKET_IFNAME", "=lo")
-    environment |= dict(spec.env)
-    environment["ATTENTION_LAUNCHER"] = str(os.getpid())
-    environment.setdefault("PYTHONUNBUFFERED", "1")
-    # symmetric memory of external packages; the library's own never uses multicast
-    environment.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-    # later worlds reuse what FlashAttention-4 compiled
-    environment.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    environment["PYTHONPATH"] = search_path()
-    return environment
+        variables |= {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+    variables |= os.environ
+    if spec.device == "cpu":
+        threads = max(1, cores() // -(-spec.world_size // spec.nodes))
+        variables |= {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
+    if spec.share_gpu:
+        variables["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    return (
+        variables
+        | dict(spec.env)
+        | {
+            "ATTENTION_LAUNCHER": str(os.getpid()),
+            "PYTHONPATH": search_path(),
+            "PYTHONUNBUFFERED": "1",  # ranks end at once, without a flush
+        }
+    )

@@ -7,7 +7,8 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,6 @@ class WorldSpec:
     share_gpu: bool = False  # all ranks on the first GPU
     env: tuple[tuple[str, str], ...] = ()  # more environment variables of the ranks
 
-    @staticmethod
-    def of(plain: dict[str, Any]) -> WorldSpec:
-        """From JSON."""
-        return WorldSpec(**plain | {"env": tuple((name, value) for name, value in plain["env"])})
-
 
 @dataclass(frozen=True)
 class Part:
@@ -64,13 +60,10 @@ class Part:
         """The ranks whose files are in its folder: process 0 gets a copy of all."""
         return self.ranks if self.process else range(self.spec.world_size)
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
     @staticmethod
-    def from_json(text: str) -> Part:
-        plain = json.loads(text)
-        return Part(**plain | {"spec": WorldSpec.of(plain["spec"])})
+    def of(plain: dict[str, Any]) -> Part:
+        """From JSON of its dict."""
+        return Part(**plain | {"spec": WorldSpec(**plain["spec"])})
 
 
 def write(path: Path, text: str) -> None:
@@ -101,38 +94,36 @@ class WorldFiles:
 
     def left(self) -> str | None:
         """Which process of the world left; None where none did."""
-        with contextlib.suppress(OSError):
-            return (self.folder / "left").read_text()
-        return None
+        return self._json("left.json")
+
+    def joined(self) -> int:
+        """How many processes have started an agent of this world."""
+        return len(list(self.folder.glob("agent-*.log")))
 
     def _json(self, name: str) -> Any:
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.folder / name).read_text())
         return None
 
+    def _log(self, rank: int) -> bytes:
+        with contextlib.suppress(OSError):
+            return (self.folder / f"rank{rank}.log").read_bytes()
+        return b""
+
     def log_sizes(self) -> dict[int, int]:
-        paths = {rank: self.folder / f"rank{rank}.log" for rank in self.ranks}
-        return {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
+        return {rank: len(self._log(rank)) for rank in self.ranks}
 
     def lines(self, rank: int, offset: int = 0) -> list[str]:
         """The lines of a rank's log from a byte on."""
-        try:
-            with (self.folder / f"rank{rank}.log").open("rb") as file:
-                file.seek(offset)
-                return file.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
-            return []
+        return self._log(rank)[offset:].decode(errors="replace").splitlines()
 
     def tail(self, rank: int) -> list[str]:
         return self.lines(rank)[-TAIL_LINES:]
 
     def agent_tail(self) -> list[str]:
-        """The end of an agent's log."""
-        for path in sorted(self.folder.glob("agent-*.log"), reverse=True):
-            with contextlib.suppress(OSError):
-                if lines := path.read_text(errors="replace").splitlines()[-TAIL_LINES:]:
-                    return lines
-        return []
+        """The end of the agents' logs."""
+        logs = [path.read_text(errors="replace") for path in sorted(self.folder.glob("agent-*.log"), reverse=True)]
+        return "".join(logs).splitlines()[-TAIL_LINES:]
 
     def copy_logs(self, target: Path, offsets: dict[int, int]) -> None:
         """Append what each rank has logged since its offset, without secrets. Raises OSError."""
@@ -141,23 +132,24 @@ class WorldFiles:
                 out.write(redacted("".join(f"[rank {rank}] {line}\n" for line in self.lines(rank, offset))))
 
     def request_stacks(self) -> None:
-        """Make each rank write its stack to its log, and wait until it is there, which takes a while on a busy
-        machine."""
-        before = sizes = self.log_sizes()
-        asked = set()
+        """Make the ranks of this process write their stacks to their logs."""
         for state in self.states():
-            if not state["pid"]:  # of another process
-                continue
-            with contextlib.suppress(OSError):
-                os.kill(state["pid"], signal.SIGUSR1)
-                asked.add(state["rank"])
+            if state["pid"]:  # else of another process
+                with contextlib.suppress(OSError):
+                    os.kill(state["pid"], signal.SIGUSR1)
+
+    def await_stacks(self, poll: Callable[[], object]) -> None:
+        """Request all ranks' stacks, and wait until they are in the logs here, which takes a while on a busy machine.
+        `poll` takes in what other processes send."""
+        before = sizes = self.log_sizes()
+        self.request_stacks()
+        missing = {state["rank"] for state in self.states()}
         deadline = time.monotonic() + STACKS_S
-        while time.monotonic() < deadline:
+        while missing and time.monotonic() < deadline:
             time.sleep(STACK_S)
+            poll()
             now = self.log_sizes()
-            asked -= {r for r in asked if now[r] == sizes[r] and _stack_in(self.lines(r, before[r])) is not None}
-            if not asked:
-                return
+            missing -= {r for r in missing if now[r] == sizes[r] and _stack_in(self.lines(r, before[r])) is not None}
             sizes = now
 
     def stack(self, rank: int) -> list[str]:

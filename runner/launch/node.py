@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -27,7 +28,9 @@ def main(folder: Path) -> int:
     die_with_parent()
     if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
         return 1  # the parent ended before die_with_parent took effect
-    part = Part.from_json((folder / "part.json").read_text())
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks have connections to all others
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
+    part = Part.of(json.loads((folder / "part.json").read_text()))
     importlib.import_module(PRELOAD)
     from runner.launch.rank import live
 
@@ -56,7 +59,4 @@ def _await(ranks: dict[int, int], path: Path) -> int:
 
 
 if __name__ == "__main__":
-    status = main(Path(sys.argv[1]))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)  # an orderly exit of torch takes half a second
+    os._exit(main(Path(sys.argv[1])))  # an orderly exit of torch takes half a second

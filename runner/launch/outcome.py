@@ -42,28 +42,21 @@ def silent(
     """The rank that has been silent for too long since the job was `called`; of several, the longest. A rank that waits
     for others is late only when all wait and none has announced a phase meanwhile."""
     here = {state["rank"]: state for state in states if state["job"] == job}
-    first = (spec.start_timeout_s, "start_timeout_s")  # in its first job a rank imports what it needs
-    usual = (timeout_s, "timeout_s")
+    unborn: State = {"phase": "start", "since": called, "expected_s": 0.0, "waiting": False}
     late = []
     for rank in range(spec.world_size):
-        state = here.get(rank)
-        if state is None:
-            since, phase, (limit, key) = called, "start", first if job == 1 else usual
-        elif state["waiting"]:
-            continue
-        else:
-            since, phase = state["since"], state["phase"]
-            limit, key = max(timeout_s, 10 * state["expected_s"]), "timeout_s"
-            if job == 1 and phase == "start":
-                limit, key = first
-        if now - since > limit:
-            late.append((since, Silence(rank, phase, limit, key)))
+        state = here.get(rank, unborn)
+        limit, key = max(timeout_s, 10 * state["expected_s"]), "timeout_s"
+        if job == 1 and state["phase"] == "start":  # a rank imports what it needs
+            limit, key = spec.start_timeout_s, "start_timeout_s"
+        if not state["waiting"] and now - state["since"] > limit:
+            late.append((state["since"], Silence(rank, state["phase"], limit, key)))
     if late:
         return min(late)[1]
     all_wait = len(here) == spec.world_size and all(state["waiting"] for state in here.values())
     if all_wait and now - max(state["since"] for state in here.values()) > timeout_s:
         state = min(here.values(), key=lambda s: (s["phase"] == "end", s["since"]))
-        return Silence(state["rank"], state["phase"], *usual)
+        return Silence(state["rank"], state["phase"], timeout_s, "timeout_s")
     return None
 
 
@@ -74,7 +67,6 @@ class Diagnosis:
     spec: WorldSpec
     files: WorldFiles
     job: int  # the last one
-    joined: int = 1  # processes that start ranks
 
     def timed_out(self, silence: Silence) -> Outcome:
         stopped = next((state for state in self.files.states() if state["pid"] and is_stopped(state["pid"])), None)
@@ -82,9 +74,8 @@ class Diagnosis:
             rank, phase = stopped["rank"], stopped["phase"]
             reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
             return self._failed("timeout", reason, rank, phase)
-        if not self.files.states() or self.joined < self.spec.agents:
+        if not self.files.states() or self.files.joined() < self.spec.agents:
             return self._not_started(silence)
-        self.files.request_stacks()
         rank = self._cause(silence)
         reason = (
             f"rank {rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
@@ -101,21 +92,13 @@ class Diagnosis:
         return next(working, silence.rank)
 
     def _not_started(self, silence: Silence) -> Outcome:
-        tail, allows = self.files.agent_tail(), f"launch.{silence.key}=N allows more"
-        if self.joined < self.spec.agents:
-            reason = f"{self.joined} of {self.spec.agents} processes had joined after {silence.limit_s:.0f} s; {allows}"
+        tail, allows, joined = self.files.agent_tail(), f"launch.{silence.key}=N allows more", self.files.joined()
+        if joined < self.spec.agents:
+            reason = f"{joined} of {self.spec.agents} processes had joined after {silence.limit_s:.0f} s; {allows}"
         else:
             last = f" ({tail[-1]})" if tail else ""
             reason = f"no rank had started after {silence.limit_s:.0f} s{last}; {allows}"
         return self._failed("timeout", reason, None, "start", tail)
-
-    def died(self, state: State, agent_s: float) -> Outcome:
-        """A rank is dead, and its agent has not reported how it ended within `agent_s`."""
-        if state.get("error"):
-            return self._raised(state)
-        rank, phase = state["rank"], state["phase"]
-        reason = f"rank {rank} died in phase {phase}; its agent did not report how within {agent_s:.0f} s"
-        return self._failed("crash", reason, rank, phase)
 
     def ended(self, agent_status: int) -> Outcome:
         """The agent has ended: find the rank that failed first."""
@@ -123,26 +106,25 @@ class Diagnosis:
         if not failures:
             return self._agent_ended(agent_status)
         states = {state["rank"]: state for state in self.files.states()}
-        raised = {rank: state for rank, state in states.items() if state.get("error")}
-        silent = [failure for failure in failures if failure["rank"] not in raised]
-        killed = [failure for failure in silent if failure["exitcode"] < 0]
-        if killed:
-            return self._exited(min(killed, key=lambda f: f["time"]), states)
-        if raised:
-            # a rank that left before the job began makes the others fail in it
-            first_error = min(state["error"]["time"] for state in raised.values())
-            early = [f for f in silent if f["time"] <= first_error and states.get(f["rank"], {}).get("job") != self.job]
-            if early:
-                return self._exited(min(early, key=lambda f: f["time"]), states)
-            oom = {rank: state for rank, state in raised.items() if state["error"]["kind"] == "oom"}
-            return self._raised(min((oom or raised).values(), key=lambda state: state["error"]["time"]))
-        return self._exited(failures[0], states)
-
-    def _raised(self, state: State) -> Outcome:
-        """A rank that wrote down its exception."""
-        rank, phase, error = state["rank"], state["phase"], state["error"]
-        status = "oom" if error["kind"] == "oom" else "crash"
-        return self._failed(status, f"rank {rank} in phase {phase}: {error['message']}", rank, phase)
+        raised = sorted((s for s in states.values() if s.get("error")), key=lambda state: state["error"]["time"])
+        silent = [failure for failure in failures if not states.get(failure["rank"], {}).get("error")]
+        # a rank that left before the job began makes the others fail in it
+        early = [
+            failure
+            for failure in silent
+            if not raised
+            or (
+                failure["time"] <= raised[0]["error"]["time"] and states.get(failure["rank"], {}).get("job") != self.job
+            )
+        ]
+        if culprits := [failure for failure in silent if failure["exitcode"] < 0] or early:
+            return self._exited(culprits[0], states)
+        oom = [state for state in raised if state["error"]["kind"] == "oom"]
+        state = (oom or raised)[0]  # a rank that wrote down its exception
+        rank, phase = state["rank"], state["phase"]
+        return self._failed(
+            "oom" if oom else "crash", f"rank {rank} in phase {phase}: {state['error']['message']}", rank, phase
+        )
 
     def _exited(self, failure: dict[str, Any], states: dict[int, State]) -> Outcome:
         """A rank that ended without an exception of its own."""

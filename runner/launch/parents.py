@@ -1,21 +1,24 @@
 """Worlds over processes that a launcher started (runner.config.place), which are the parents of the ranks. They meet at a
 store of torch.distributed: torchrun's, or else one that process 0 serves. Process 0, the head, composes and records, and
-sets commands there. The others start their ranks of the worlds that it asks for, and set there as news what these write
-into their folders. The head copies it into its own folder of the world, so that it sees all ranks as if they were its
-own."""
+sets numbered commands there. The others start their ranks of the worlds that it asks for, and set there as numbered news what
+these write into their folders. The head copies it into its own folder of the world, so that it sees all ranks as if they
+were its own."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import socket
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,14 @@ from runner.config.place import LOOPBACK, Place
 from runner.launch.agent import Agent
 from runner.launch.files import Part, WorldSpec, write
 
-MIRRORED = re.compile(r"rank\d+\.(state|log)|failures-\d+\.json|agent-\d+\.log")
+MIRRORED = re.compile(r"rank\d+\.(state|log)|failures-\d+\.json|agent-\d+\.log|left\.json")
 CHUNK = 1 << 16  # of a log, in one piece of news; a store takes 8 MiB
 SAY_S = 3.0  # after which a process says what it waits for
 MEET_S = 300.0  # that a process waits for the head
 NEWS_S = 0.05  # between two looks for news and commands
 BEAT_S, GONE_S = 1.0, 15.0  # the longest time between two pieces of news, and from when on a process is gone
-END_S, STACKS_S = 3.0, 5.0
+END_S = 3.0
+LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 Message = dict[str, Any]
 
 
@@ -38,84 +42,61 @@ class Unusable(Exception):
     """Processes cannot meet, with the reason in one line."""
 
 
-def meet(place: Place, limit_s: float = MEET_S) -> Any:
+def meet(place: Place) -> Any:
     """The store of this launch, for a process that is not the head once the head is there. Raises Unusable."""
-    outcome: list[Any] = []
+    meeting: Future[Any] = Future()
 
     def connect() -> None:
         try:
-            store = _store(place, limit_s)
+            store = _store(place)
             while not place.is_head and not store.check(["command/0"]):
                 time.sleep(NEWS_S)
-            outcome.append(store)
+            meeting.set_result(store)
         except Exception as error:
-            outcome.append(error)
+            meeting.set_exception(error)
 
-    # in a thread, since it waits for ever on a service that is no store and does not answer, and no signal ends the wait
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(SAY_S)
-    if thread.is_alive() and not place.is_head:
-        _say(f"process {place.process} waits for process 0 of {place.processes} at {place.host}:{place.port}", place)
-    thread.join(limit_s - SAY_S)
-    if outcome and not isinstance(outcome[0], Exception):
-        return outcome[0]
-    where, reason = f"{place.host}:{place.port}", str(outcome[0]).splitlines()[0] if outcome else "no answer"
-    if place.is_head:
-        raise Unusable(f"{where}: processes cannot meet there ({reason}); set another MASTER_PORT")
-    raise Unusable(
-        f"process {place.process} of {place.processes} ({place.launcher}): no process 0 at {where} within {limit_s:g} s "
-        f"({reason}); start it there, or set MASTER_ADDR and MASTER_PORT to it"
-    )
+    # in a thread: it waits for ever on a service that is no store and does not answer, and no signal would end the wait
+    threading.Thread(target=connect, daemon=True).start()
+    where = f"process 0 of {place.processes} at {place.host}:{place.port}"
+    if not place.is_head:
+        _later(lambda: None if meeting.done() else f"process {place.process} waits for {where}", place)
+    try:
+        return meeting.result(MEET_S)
+    except Exception as error:
+        reason = str(error).partition("\n")[0] or f"no answer after {MEET_S:g} s"
+        raise Unusable(
+            f"process {place.process} ({place.launcher}): cannot meet {where} ({reason}); start process 0 there, or set "
+            "MASTER_ADDR and another MASTER_PORT"
+        ) from None
 
 
-def _store(place: Place, limit_s: float) -> Any:
-    level = "TORCH_CPP_LOG_LEVEL"  # else each attempt to connect is written with a stack of C++
-    quiet = level not in os.environ and os.environ.setdefault(level, "FATAL")
+def _store(place: Place) -> Any:
+    is_quiet = LOG_LEVEL not in os.environ
+    os.environ.setdefault(LOG_LEVEL, "FATAL")  # else each attempt to connect is written with a stack of C++
     from torch.distributed import PrefixStore, TCPStore
 
-    if quiet:
-        del os.environ[level]  # ranks do say what failed
+    if is_quiet:
+        del os.environ[LOG_LEVEL]  # ranks do say what failed
     serves, descriptor = place.is_head and not place.has_store, None
     if serves and place.host in (LOOPBACK, "localhost"):
         descriptor = socket.create_server((LOOPBACK, place.port), backlog=1024).detach()
+    limit = timedelta(seconds=MEET_S)
     store = TCPStore(
-        place.host,
-        place.port,
-        is_master=serves,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=limit_s),
-        master_listen_fd=descriptor,
+        place.host, place.port, is_master=serves, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor
     )
     return PrefixStore(place.job, store)
 
 
-def _say(text: str, place: Place) -> None:
-    print(f"{text}; to run without other processes, unset {place.variable}", file=sys.stderr, flush=True)
+def _later(missing: Callable[[], str | None], place: Place) -> None:
+    """Say what a process waits for, if it still does after a while."""
 
+    def say() -> None:
+        if (text := missing()) is not None:
+            print(f"{text}; to run without others, unset {place.variable}", file=sys.stderr, flush=True)
 
-@dataclass
-class Other:
-    """A process that is not the head, as the head knows it."""
-
-    taken: int = 0  # pieces of news from it
-    quiet_s: float = 0.0
-    ended: bool = False
-
-    @property
-    def is_gone(self) -> bool:
-        return self.ended or self.quiet_s > GONE_S
-
-
-@dataclass
-class Shared:
-    """A world of several processes, as the head knows it."""
-
-    number: int
-    folder: Path
-    others: range  # processes besides the head that start ranks of it
-    statuses: dict[int, int] = field(default_factory=dict)  # exit status of each agent that has ended
-    stacks: set[int] = field(default_factory=set)  # processes that have sent their ranks' stacks
+    timer = threading.Timer(SAY_S, say)
+    timer.daemon = True
+    timer.start()
 
 
 class Head:
@@ -124,123 +105,87 @@ class Head:
     def __init__(self, place: Place):
         self.place = place
         self.store = meet(place)
-        self.others = {process: Other() for process in range(1, place.processes)}
-        self.worlds: dict[Path, Shared] = {}
+        self.taken = dict.fromkeys(range(1, place.processes), 0)  # pieces of news from each other process
+        self.quiet_s = dict.fromkeys(self.taken, 0.0)  # since the last one
+        self.worlds: dict[int, tuple[Path, Part]] = {}
         self.commands, self.polled = 0, time.monotonic()
-        self._command(job=place.job)
-        timer = threading.Timer(SAY_S, self._say_missing)
-        timer.daemon = True
-        timer.start()
+        self.command()  # process 0 is there
+        _later(self._missing, place)
 
-    def part(self, spec: WorldSpec) -> Part:
-        """The head's part of the next world."""
-        return _part(self.place, spec, self.commands)
+    def command(self, **command: Any) -> None:
+        self.store.set(f"command/{self.commands}", json.dumps(command))
+        self.commands += 1
 
-    def start(self, spec: WorldSpec, folder: Path) -> None:
-        """Ask for the others' parts of a world whose files are in `folder`."""
-        self.worlds[folder] = Shared(self.commands, folder, range(1, spec.agents))
-        self._command(start=asdict(spec))
+    def part(self, spec: WorldSpec) -> tuple[Part, int]:
+        """The head's part of the next world, and the world's number."""
+        place, number = self.place, self.commands
+        return Part(spec, store=(place.host, place.port, f"{place.job}/world{number}")), number
+
+    def start(self, part: Part, folder: Path) -> None:
+        """Ask for the others' parts of the next world, whose files are in `folder`."""
+        self.worlds[self.commands] = folder, part
+        self.command(start=asdict(part))
 
     def poll(self) -> None:
-        """Take in the news."""
+        """Take in the news, and see who is gone."""
         before, self.polled = self.polled, time.monotonic()
-        for process, other in self.others.items():
+        for process in self.taken:
             # the time in which this process did not look does not count: perhaps all were stopped
-            other.quiet_s += min(BEAT_S, self.polled - before) if other.taken else 0.0
-            while self.store.check([key := f"news/{process}/{other.taken}"]):
+            self.quiet_s[process] += min(BEAT_S, self.polled - before) if self.taken[process] else 0.0
+            while self.store.check([key := f"news/{process}/{self.taken[process]}"]):
                 text = self.store.get(key)
                 self.store.delete_key(key)
-                other.taken += 1
-                other.quiet_s = 0.0
-                with contextlib.suppress(Exception):  # news of this form only come from processes of this launch
+                self.taken[process] += 1
+                self.quiet_s[process] = 0.0
+                with contextlib.suppress(Exception):  # what has another form is of nobody in this launch
                     self._take(process, json.loads(text))
+            for folder, part in self.worlds.values():
+                if self.quiet_s[process] > GONE_S and process < part.spec.agents:
+                    text = f"process {process} of {self.place.processes} ({self.place.launcher}) left; its log says why"
+                    write(folder / "left.json", json.dumps(text))
 
-    def joined(self, spec: WorldSpec) -> int:
-        """How many processes of a world have come, this one included."""
-        return 1 + sum(self.others[process].taken > 0 for process in range(1, spec.agents))
-
-    def ended(self, folder: Path) -> int | None:
-        """The exit status of the first other agent of a world that failed or left; None where all go on."""
-        self.poll()
-        world = self.worlds[folder]
-        for process in world.others:
-            if self.others[process].is_gone:
-                place = self.place
-                text = f"process {process} of {place.processes} ({place.launcher}) left; its log says why"
-                write(folder / "left", text)
-                return 1
-        return next((status for status in world.statuses.values() if status), None)
-
-    def request_stacks(self, folder: Path) -> None:
-        """Have the stacks of the others' ranks written into their logs here."""
-        world, deadline = self.worlds[folder], time.monotonic() + STACKS_S
-        self._command(stacks=world.number)
-        here = {process for process in world.others if self.others[process].taken}
-        while time.monotonic() < deadline and not here <= world.stacks:
-            time.sleep(NEWS_S)
-            self.poll()
-
-    def stop(self, folder: Path) -> None:
+    def stop(self, number: int) -> None:
         """End the others' parts of a world."""
-        self._command(stop=self.worlds.pop(folder).number)
+        del self.worlds[number]
+        self.command(stop=number)
 
     def end(self, status: int) -> None:
         """The program ends with this exit status, and the others with it. Those that have not come yet are awaited, but not
         after a signal."""
-        deadline = time.monotonic() + (END_S if status > 128 else 10 * END_S)
-        self._command(end=status)
+        by_signal = status > 128
+        deadline = time.monotonic() + (END_S if by_signal else 10 * END_S)
+        self.command(end=status)
         # a store that this process serves ends with it
-        while time.monotonic() < deadline and not all(
-            other.is_gone or (status > 128 and not other.taken) for other in self.others.values()
+        while time.monotonic() < deadline and any(
+            quiet_s <= GONE_S and (self.taken[process] or not by_signal) for process, quiet_s in self.quiet_s.items()
         ):
             time.sleep(NEWS_S)
             self.poll()
 
-    def _command(self, **command: Any) -> None:
-        self.store.set(f"command/{self.commands}", json.dumps(command))
-        self.commands += 1
-
-    def _say_missing(self) -> None:
-        missing = [
-            process
-            for process, other in self.others.items()
-            if not other.taken and not self.store.check([f"news/{process}/0"])
-        ]
-        if missing:
-            numbers = ", ".join(map(str, missing[:8])) + ("…" if len(missing) > 8 else "")
-            _say(f"waiting for {len(missing)} of {self.place.processes} processes ({numbers})", self.place)
+    def _missing(self) -> str | None:
+        absent = [p for p, taken in self.taken.items() if not taken and not self.store.check([f"news/{p}/0"])]
+        return f"process 0 waits for {len(absent)} others, the first is {absent[0]}" if absent else None
 
     def _take(self, process: int, message: Message) -> None:
-        self.others[process].ended |= "end" in message
-        for world in self.worlds.values():
-            if world.number != message.get("world"):
+        if "end" in message:
+            self.quiet_s[process] = math.inf
+            return
+        skew = time.monotonic() - message["now"]
+
+        def moved(value: Message) -> Message:
+            """A state, or a failure, with times of this machine's clock, and no process id of another machine."""
+            times = {key: value[key] + skew for key in ("since", "time") if key in value}
+            return value | times | ({"pid": 0} if "pid" in value else {})
+
+        folder, _ = self.worlds[message["world"]]
+        for name, text in message["files"].items():
+            if not MIRRORED.fullmatch(name):
                 continue
-            skew = time.monotonic() - message["now"]
-            for name, text in message["files"].items():
-                if MIRRORED.fullmatch(name) and name.endswith(".log"):
-                    with (world.folder / name).open("a") as log:
-                        log.write(text)
-                elif MIRRORED.fullmatch(name):
-                    write(world.folder / name, json.dumps(_shifted(json.loads(text), skew)))
-            if message["status"] is not None:
-                world.statuses[process] = message["status"]
-            if message["stacks"]:
-                world.stacks.add(process)
-
-
-def _shifted(value: Any, skew: float) -> Any:
-    """A state, or failures, with the times of another machine's clock as this one's, and without its process ids."""
-    if isinstance(value, list):
-        return [_shifted(one, skew) for one in value]
-    if not isinstance(value, dict):
-        return value
-    moved = {key: value[key] + skew for key in ("since", "time") if key in value}
-    return {key: _shifted(one, skew) for key, one in value.items()} | moved | ({"pid": 0} if "pid" in value else {})
-
-
-def _part(place: Place, spec: WorldSpec, number: int) -> Part:
-    first = 0 if place.whole_node else place.local
-    return Part(spec, place.process, first, (place.host, place.port, f"{place.job}/world{number}"))
+            if name.endswith(".log"):
+                with (folder / name).open("a") as log:
+                    log.write(text)
+            else:
+                write(folder / name, json.dumps(json.loads(text, object_hook=moved)))
 
 
 @dataclass
@@ -251,30 +196,26 @@ class Ranks:
     agent: Agent
     sent: dict[str, str] = field(default_factory=dict)  # files
     sizes: dict[str, int] = field(default_factory=dict)  # logs
-    ended: bool = False
 
-    def news(self, stacks: bool = False) -> Message | None:
+    def news(self) -> Message | None:
         """What the ranks wrote since the last call; None where there is nothing."""
-        status = self.agent.process.poll()  # before the files: it may write them and end
+        folder, status = self.agent.folder, self.agent.process.poll()
+        if status and not self.agent.files.failures():
+            last = self.agent.files.agent_tail()[-1:]
+            write(folder / "left.json", json.dumps(f"an agent ended with exit code {status}: {last}"))
         files = {}
-        for path in self.agent.folder.iterdir():
-            if MIRRORED.fullmatch(path.name):
-                with contextlib.suppress(OSError), path.open("rb") as file:
-                    if path.suffix == ".log":
-                        file.seek(self.sizes.get(path.name, 0))
-                        text = file.read(CHUNK).decode(errors="replace")
-                        self.sizes[path.name] = file.tell()
-                    else:
-                        text = file.read().decode()
-                    if text != self.sent.get(path.name, ""):
-                        files[path.name] = text
-                        if path.suffix != ".log":
-                            self.sent[path.name] = text
-        status = None if files or status is None or self.ended else abs(status)  # after the last of the logs
-        self.ended |= status is not None
-        if not files and status is None and not stacks:
-            return None
-        return {"world": self.number, "now": time.monotonic(), "files": files, "status": status, "stacks": stacks}
+        for path in folder.iterdir():
+            name = path.name
+            if not MIRRORED.fullmatch(name):
+                continue
+            with contextlib.suppress(OSError), path.open("rb") as file:
+                if path.suffix == ".log":
+                    file.seek(self.sizes.get(name, 0))
+                    if (text := file.read(CHUNK).decode(errors="replace")) or name not in self.sizes:
+                        files[name], self.sizes[name] = text, file.tell()
+                elif (text := file.read().decode()) != self.sent.get(name):
+                    files[name] = self.sent[name] = text
+        return {"world": self.number, "now": time.monotonic(), "files": files} if files else None
 
 
 def follow(place: Place) -> int:
@@ -302,17 +243,16 @@ def follow(place: Place) -> int:
             if "end" in command:
                 return int(command["end"])
             if "start" in command:
-                spec = WorldSpec.of(command["start"])
-                if place.process < spec.agents:
-                    worlds[number] = Ranks(number, Agent(_part(place, spec, number)))
+                part = Part.of(command["start"])
+                if place.process < part.spec.agents:
+                    part = replace(part, process=place.process, first_local=place.local)
+                    worlds[number] = Ranks(number, Agent(part))
             elif command.get("stop") in worlds:
                 ended = worlds.pop(command["stop"])
                 ended.agent.stop()
                 ended.agent.close()
             elif command.get("stacks") in worlds:
-                ranks = worlds[command["stacks"]]
-                ranks.agent.files.request_stacks()
-                tell(ranks.news(stacks=True) or {})
+                worlds[command["stacks"]].agent.files.request_stacks()
         raise AssertionError("unreachable")
     except Exception as error:
         text = str(error).splitlines()[:1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +12,6 @@ from runner.launch.worlds import Job, Progress, World
 
 if TYPE_CHECKING:
     from runner.launch.parents import Head
-
-AGENT_FILES, RANK_FILES = 40, 4  # open files that an agent needs, and for each rank of its world
-
-
-def _too_few_files(spec: WorldSpec) -> str | None:
-    """Why this process may open too few files for a world; its own limit is raised first, where it may be."""
-    needed = AGENT_FILES + RANK_FILES * spec.world_size
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in (soft, hard) or soft >= needed:
-        return None
-    if hard >= needed:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-        return None
-    return f"ulimit -n is {hard}: {spec.world_size} ranks need {needed} open files; raise it with ulimit -n {needed}"
 
 
 class Pool:
@@ -62,9 +47,6 @@ class Pool:
     ) -> Outcome:
         """`World.call` in a world like `spec`. Where that world had been lost before the job began, as when a rank died
         between two jobs, the job is called again in a new one."""
-        few = _too_few_files(spec)
-        if few is not None:
-            return Outcome("unsupported", few)
         for again in (False, True):
             try:
                 world = self.get(spec, fresh and not again)

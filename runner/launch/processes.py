@@ -48,16 +48,7 @@ def is_tracker(pid: int) -> bool:
     return False
 
 
-def _state(pid: int) -> str | None:
-    """The kernel's letter for the state of a process; None where there is none."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return None
-
-
 def is_stopped(pid: int) -> bool:
-    return _state(pid) == "T"
-
-
-def lives(pid: int) -> bool:
-    return _state(pid) not in (None, "Z", "X")
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return False

@@ -9,7 +9,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -84,26 +83,20 @@ class Rank:
 def live(part: Part, rank: int, folder: Path) -> NoReturn:
     """The life of a rank process, which an agent has just forked."""
     die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # these end a rank at once
-        signal.signal(number, signal.SIG_DFL)
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
-    status = 1
+    me = None
     try:
         me = _join(part, rank, folder)
         me.say("idle")
         _work(me)
         me.barrier()  # a rank that leaves early breaks the connections of the others
-        status = 0
     except BaseException as error:
-        if _remote_rank_gone(str(error)):
-            time.sleep(SETTLE_S)
-        traceback.print_exc()  # raises on a full disk
-    finally:
-        _end(status)
+        _give_up(me, error)
+    os._exit(0)  # no orderly end: it could wait for other ranks, and that of NCCL takes seconds
 
 
 def _join(part: Part, rank: int, folder: Path) -> Rank:
@@ -137,14 +130,6 @@ def _join(part: Part, rank: int, folder: Path) -> Rank:
     return Rank(rank, world, device, folder, control=dist.new_group(backend="gloo", timeout=FOREVER))
 
 
-def _end(status: int) -> NoReturn:
-    try:
-        sys.stdout.flush()
-        sys.stderr.flush()
-    finally:
-        os._exit(status)  # no orderly end: it could wait for other ranks, and that of NCCL takes seconds
-
-
 def _work(me: Rank) -> None:
     jobs = (me.folder / "jobs").open() if me.rank == 0 else None
     while True:
@@ -155,53 +140,46 @@ def _work(me: Rank) -> None:
         if message is None:
             return
         me.job, me.facts, me.stages = message["job"], {}, {}
-        reply = _one(me, message["target"], message["arguments"])
+        reply = _reply(me, message["target"], message["arguments"])
         me.say("idle")
         if me.rank == 0:
             write(me.folder / f"reply{me.job}.json", json.dumps(reply))
 
 
-def _one(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _reply(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
     """The reply of one job, once every rank has ended it. A refusal by the whole world is a reply. Any other exception
     ends this rank and with it the world, since other ranks may wait for it."""
-    try:
-        me.say("start")
-        reply = _reply(me, target, arguments)
-        me.fault = None
-        me.say("end", waiting=True)
-        statuses = me.gather(reply["status"])
-        if len(set(statuses)) > 1:
-            raise RuntimeError(f"the ranks ended the job differently: {statuses}")
-        return reply
-    except BaseException as error:
-        _give_up(me, error)
-        raise AssertionError("unreachable") from error
-
-
-def _reply(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    me.say("start")
     module, _, name = target.partition(":")
     try:
-        value = getattr(importlib.import_module(module), name)(me, **arguments)
-        return {"status": "ok", "result": value}
+        reply = {"status": "ok", "result": getattr(importlib.import_module(module), name)(me, **arguments)}
     except InvalidConfig as error:
-        return {"status": "invalid", "reason": str(error)}
+        reply = {"status": "invalid", "reason": str(error)}
     except UnsupportedHere as error:
-        return {"status": "unsupported", "reason": str(error)}
+        reply = {"status": "unsupported", "reason": str(error)}
+    me.fault = None
+    me.say("end", waiting=True)
+    statuses = me.gather(reply["status"])
+    if len(set(statuses)) > 1:
+        raise RuntimeError(f"the ranks ended the job differently: {statuses}")
+    return reply
 
 
-def _give_up(me: Rank, error: BaseException) -> None:
+def _give_up(me: Rank | None, error: BaseException) -> NoReturn:
+    """End this rank. me: None before its world is complete."""
     try:
         out_of_memory = is_out_of_memory(error)
         message = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {message[0] if message else ''}"
         if not out_of_memory and _remote_rank_gone(text):
             time.sleep(SETTLE_S)
-        me.fault = None
-        kind = "oom" if out_of_memory else "raise"
-        me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.monotonic()})
+        if me is not None and me.phase != "idle":  # in a job
+            me.fault = None
+            kind = "oom" if out_of_memory else "raise"
+            me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.monotonic()})
         traceback.print_exception(error)
     finally:  # on a full disk neither state nor log can be written
-        _end(1)
+        os._exit(1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -214,8 +192,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _remote_rank_gone(text: str) -> bool:
     signs = (
-        "Connection",
-        "onnection reset",
+        "onnection",
         "Broken pipe",
         "closed by peer",
         "gloo",
@@ -265,12 +242,10 @@ def _provoke(me: Rank, fault: str) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "hang":
-        while True:
-            time.sleep(1)
+        time.sleep(FOREVER.total_seconds())
     if kind == "oom":
-        on_cpu = me.device.type == "cpu"  # without a limit, other programs would be killed first
-        unlimited = on_cpu and resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
+        # without a limit, other programs on this machine would be killed first
         held = []
-        with memory_limit(me, PROVOKED_GIB if unlimited else None):
+        with memory_limit(me, PROVOKED_GIB if me.device.type == "cpu" else None):
             while True:  # as any rank would: ask for more memory than there is
                 held.append(torch.empty(1 << 26, device=me.device))  # not written: writing would start threads

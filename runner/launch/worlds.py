@@ -14,13 +14,11 @@ from typing import TYPE_CHECKING, Any
 from runner.launch.agent import POLL_S, Agent
 from runner.launch.files import Part, State, WorldSpec, write
 from runner.launch.outcome import Diagnosis, Outcome, silent
-from runner.launch.processes import lives
 
 if TYPE_CHECKING:
     from runner.launch.parents import Head
 
 STOPPED_S = 1.0  # beyond this, time between two polls is time in which this program was stopped, and its ranks with it
-AGENT_S = 10.0  # time for an agent to report how a dead rank ended
 Progress = Callable[[list[State]], None]
 Job = Callable[..., Any] | str  # a module's function, or "module:function" if this process must not import it
 
@@ -31,17 +29,21 @@ class World:
     def __init__(self, spec: WorldSpec, head: Head | None = None):
         self.spec = spec
         self.head = head if spec.agents > 1 else None
-        self.agent = Agent(self.head.part(spec) if self.head else Part(spec))
+        part, self.number = self.head.part(spec) if self.head else (Part(spec), 0)
+        self.agent = Agent(part)
         self.folder, self.files = self.agent.folder, self.agent.files
         if self.head is not None:
-            self.head.start(spec, self.folder)
+            self.head.start(part, self.folder)
         self.jobs = 0
         self.alive = True
 
     def ended(self) -> int | None:
         """The exit status of the first agent that ended; None while all are alive."""
-        others = self.head.ended(self.folder) if self.head is not None else None
-        return self.agent.process.poll() if others is None else others
+        status = self.agent.process.poll()
+        if self.head is not None and status is None:
+            self.head.poll()
+            status = 1 if self.files.failures() or self.files.left() else None
+        return status
 
     def call(
         self,
@@ -72,13 +74,13 @@ class World:
     def _await(self, timeout_s: float, progress: Progress | None) -> Outcome:
         # all processes of a machine share the monotonic clock, which nobody sets
         called = polled = time.monotonic()
-        stopped, died = 0.0, None
+        why_lost = Diagnosis(self.spec, self.files, self.jobs)
+        stopped = 0.0
         while True:
             ended = self.ended()
             reply = self.files.reply(self.jobs)  # after `ended`: a reply may come just before the agent's end
             if reply is not None:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
-            why_lost = Diagnosis(self.spec, self.files, self.jobs, self.head.joined(self.spec) if self.head else 1)
             if ended is not None:
                 return why_lost.ended(ended)
             time.sleep(POLL_S)
@@ -87,16 +89,11 @@ class World:
             now, states = polled - stopped, self.files.states()
             if progress is not None:
                 progress(states)
-            dead = next((state for state in states if state["pid"] and not lives(state["pid"])), None)
-            if dead is not None:  # the agent will soon report how this rank ended
-                died = died or now
-                if now - died > AGENT_S:
-                    return why_lost.died(dead, AGENT_S)
-                continue
             late = silent(self.spec, self.jobs, states, called, now, timeout_s)
             if late is not None:
                 if self.head is not None:
-                    self.head.request_stacks(self.folder)
+                    self.head.command(stacks=self.number)
+                self.files.await_stacks(self.ended)
                 return why_lost.timed_out(late)
 
     def ask_to_stop(self) -> None:
@@ -114,7 +111,7 @@ class World:
         finally:  # even if Ctrl-C comes during the wait
             self.alive = False
             if self.head is not None:
-                self.head.stop(self.folder)
+                self.head.stop(self.number)
             self.agent.close()
 
 

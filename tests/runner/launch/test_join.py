@@ -5,15 +5,18 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import PrefixStore, TCPStore
 
 from runner.config.place import Place, first_host, from_environment
 from runner.config.values import InvalidConfig
+from runner.launch.parents import Head
 from tests.runner.test_cli import SMALL
 from tests.support.ports import free_port
 
@@ -225,3 +228,28 @@ def test_a_larger_world_than_was_started_is_refused_by_all(tmp_path):
         statuses, said = end(started)
     assert statuses == [2, 2]
     assert "world_size=3: WORLD_SIZE started 2 processes, for 2 ranks" in said
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_variables_of_an_earlier_launch_are_said_and_a_signal_ends_the_wait(tmp_path, process):
+    with programs(([], [f"output={tmp_path}", *QUICK], launched("by hand", process, free_port()))) as (program,):
+        waits = next(line for line in program.stderr if "waits for" in line)
+        program.terminate()
+        statuses, _ = end([program], timeout=20)
+    assert statuses == [128 + signal.SIGTERM]
+    assert f"process {process} waits for" in waits and "to run without others, unset RANK" in waits
+
+
+def test_nothing_that_others_send_stops_process_0():
+    place = Place("WORLD_SIZE", 0, 2, 0, 1, "127.0.0.1", free_port(), "job")
+    head = Head(place)
+    with contextlib.ExitStack() as strangers:
+        for sent in (b"", b"x", b"GET / HTTP/1.1\r\n\r\n", b"[" * 200_000):
+            strangers.enter_context(socket.create_connection((place.host, place.port))).sendall(sent)
+        other = PrefixStore("job", TCPStore(place.host, place.port, is_master=False, wait_for_workers=False))
+        news = ["[" * 200_000, "[]", "{}", '{"world": []}', '{"world": 1, "now": "noon", "files": 3}', '{"end": true}']
+        for number, text in enumerate(news):
+            other.set(f"news/1/{number}", text)
+        head.poll()
+        assert head.taken == {1: len(news)}
+        head.end(0)
