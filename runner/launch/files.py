@@ -117,9 +117,6 @@ class WorldFiles:
         """The lines of a rank's log from a byte on."""
         return self._log(rank)[offset:].decode(errors="replace").splitlines()
 
-    def tail(self, rank: int) -> list[str]:
-        return self.lines(rank)[-TAIL_LINES:]
-
     def agent_tail(self) -> list[str]:
         """The end of the agents' logs."""
         logs = [path.read_text(errors="replace") for path in sorted(self.folder.glob("agent-*.log"), reverse=True)]

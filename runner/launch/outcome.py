@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from runner.launch.files import State, WorldFiles, WorldSpec
+from runner.launch.files import TAIL_LINES, State, WorldFiles, WorldSpec
 from runner.launch.processes import is_stopped
 
 
@@ -132,8 +132,7 @@ class Diagnosis:
         phase = states.get(rank, {}).get("phase", None if code < 0 else "start")
         reason = f"rank {rank} ended with exit code {code} in phase {phase}"
         if code < 0:
-            name = _signal_name(-code)
-            reason = f"rank {rank} was killed by {name} in phase {phase}{_oom_hint(name)}"
+            reason = f"rank {rank} was {_killed_by(-code)} in phase {phase}"
         return self._failed("crash", reason, rank, phase)
 
     def _agent_ended(self, status: int) -> Outcome:
@@ -142,8 +141,7 @@ class Diagnosis:
         if left is not None:
             return self._failed("crash", left, None, None, [])
         if status < 0:
-            name = _signal_name(-status)
-            reason = f"the agent that had started the ranks was killed by {name}{_oom_hint(name)}"
+            reason = f"the agent that had started the ranks was {_killed_by(-status)}"
         else:
             last = tail[-1] if tail else f"its agent ended with exit code {status} and no output"
             reason = f"the world ended: {last}"
@@ -154,7 +152,7 @@ class Diagnosis:
     ) -> Outcome:
         """The outcome, with whether the job had begun on this rank (None: on any) and whether the disk is full."""
         if tail is None:
-            tail = self.files.tail(rank) if rank is not None else []
+            tail = self.files.lines(rank)[-TAIL_LINES:] if rank is not None else []
         begun = any(state["job"] == self.job for state in self.files.states() if rank in (None, state["rank"]))
         return Outcome(status, reason + self._full_disk(), None, rank, phase, tail, begun)
 
@@ -168,10 +166,7 @@ class Diagnosis:
         return ""
 
 
-def _signal_name(number: int) -> str:
-    """The name of a signal; most real-time signals have none."""
-    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-
-
-def _oom_hint(signal_name: str) -> str:
-    return "; the kernel's out-of-memory killer does that too" if signal_name == "SIGKILL" else ""
+def _killed_by(number: int) -> str:
+    """By what a process was killed; most real-time signals have no name."""
+    name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+    return f"killed by {name}" + (" (the kernel's out-of-memory killer does that too)" if name == "SIGKILL" else "")

@@ -29,7 +29,7 @@ from runner.launch.files import Part, WorldSpec, write
 
 MIRRORED = re.compile(r"rank\d+\.(state|log)|failures-\d+\.json|agent-\d+\.log|left\.json")
 CHUNK = 1 << 16  # of a log, in one piece of news; a store takes 8 MiB
-SAY_S = 3.0  # after which a process says what it waits for
+SAY_S = 2.0  # after which a process says what it waits for
 MEET_S = 300.0  # that a process waits for the head
 NEWS_S = 0.05  # between two looks for news and commands
 BEAT_S, GONE_S = 1.0, 15.0  # the longest time between two pieces of news, and from when on a process is gone
@@ -44,22 +44,33 @@ class Unusable(Exception):
 
 def meet(place: Place) -> Any:
     """The store of this launch, for a process that is not the head once the head is there. Raises Unusable."""
+    level = os.environ.get(LOG_LEVEL)
+    os.environ[LOG_LEVEL] = level or "FATAL"  # else each attempt to connect is written with a stack of C++
+    from torch.distributed import PrefixStore, TCPStore
+
+    if level is None:
+        del os.environ[LOG_LEVEL]  # ranks do say what failed
     meeting: Future[Any] = Future()
 
     def connect() -> None:
         try:
-            store = _store(place)
+            serves, descriptor = place.is_head and not place.has_store, None
+            if serves and place.host in (LOOPBACK, "localhost"):
+                descriptor = socket.create_server((LOOPBACK, place.port), backlog=1024).detach()
+            options = {"is_master": serves, "wait_for_workers": False, "master_listen_fd": descriptor}
+            store = PrefixStore(
+                place.job, TCPStore(place.host, place.port, timeout=timedelta(seconds=MEET_S), **options)
+            )
             while not place.is_head and not store.check(["command/0"]):
                 time.sleep(NEWS_S)
             meeting.set_result(store)
         except Exception as error:
             meeting.set_exception(error)
 
+    where = f"process 0 of {place.processes} at {place.host}:{place.port}"
+    _later(lambda: None if meeting.done() else f"process {place.process} waits for {where}", place)
     # in a thread: it waits for ever on a service that is no store and does not answer, and no signal would end the wait
     threading.Thread(target=connect, daemon=True).start()
-    where = f"process 0 of {place.processes} at {place.host}:{place.port}"
-    if not place.is_head:
-        _later(lambda: None if meeting.done() else f"process {place.process} waits for {where}", place)
     try:
         return meeting.result(MEET_S)
     except Exception as error:
@@ -68,23 +79,6 @@ def meet(place: Place) -> Any:
             f"process {place.process} ({place.launcher}): cannot meet {where} ({reason}); start process 0 there, or set "
             "MASTER_ADDR and another MASTER_PORT"
         ) from None
-
-
-def _store(place: Place) -> Any:
-    is_quiet = LOG_LEVEL not in os.environ
-    os.environ.setdefault(LOG_LEVEL, "FATAL")  # else each attempt to connect is written with a stack of C++
-    from torch.distributed import PrefixStore, TCPStore
-
-    if is_quiet:
-        del os.environ[LOG_LEVEL]  # ranks do say what failed
-    serves, descriptor = place.is_head and not place.has_store, None
-    if serves and place.host in (LOOPBACK, "localhost"):
-        descriptor = socket.create_server((LOOPBACK, place.port), backlog=1024).detach()
-    limit = timedelta(seconds=MEET_S)
-    store = TCPStore(
-        place.host, place.port, is_master=serves, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor
-    )
-    return PrefixStore(place.job, store)
 
 
 def _later(missing: Callable[[], str | None], place: Place) -> None:
@@ -192,12 +186,11 @@ class Head:
 class Ranks:
     """A follower's ranks of one world: their agent, and what of their files was sent."""
 
-    number: int
     agent: Agent
     sent: dict[str, str] = field(default_factory=dict)  # files
     sizes: dict[str, int] = field(default_factory=dict)  # logs
 
-    def news(self) -> Message | None:
+    def news(self, number: int) -> Message | None:
         """What the ranks wrote since the last call; None where there is nothing."""
         folder, status = self.agent.folder, self.agent.process.poll()
         if status and not self.agent.files.failures():
@@ -215,7 +208,7 @@ class Ranks:
                         files[name], self.sizes[name] = text, file.tell()
                 elif (text := file.read().decode()) != self.sent.get(name):
                     files[name] = self.sent[name] = text
-        return {"world": self.number, "now": time.monotonic(), "files": files} if files else None
+        return {"world": number, "now": time.monotonic(), "files": files} if files else None
 
 
 def follow(place: Place) -> int:
@@ -233,8 +226,8 @@ def follow(place: Place) -> int:
     try:
         for number in itertools.count():
             while not store.check([f"command/{number}"]):
-                for ranks in worlds.values():
-                    if (news := ranks.news()) is not None:
+                for world, ranks in worlds.items():
+                    if (news := ranks.news(world)) is not None:
                         tell(news)
                 if time.monotonic() > next_beat:
                     tell({})
@@ -246,7 +239,7 @@ def follow(place: Place) -> int:
                 part = Part.of(command["start"])
                 if place.process < part.spec.agents:
                     part = replace(part, process=place.process, first_local=place.local)
-                    worlds[number] = Ranks(number, Agent(part))
+                    worlds[number] = Ranks(Agent(part))
             elif command.get("stop") in worlds:
                 ended = worlds.pop(command["stop"])
                 ended.agent.stop()

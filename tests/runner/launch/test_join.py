@@ -234,6 +234,7 @@ def test_a_larger_world_than_was_started_is_refused_by_all(tmp_path):
 def test_variables_of_an_earlier_launch_are_said_and_a_signal_ends_the_wait(tmp_path, process):
     with programs(([], [f"output={tmp_path}", *QUICK], launched("by hand", process, free_port()))) as (program,):
         waits = next(line for line in program.stderr if "waits for" in line)
+        time.sleep(5.0)  # process 0 has opened its world
         program.terminate()
         statuses, _ = end([program], timeout=20)
     assert statuses == [128 + signal.SIGTERM]
