@@ -57,7 +57,7 @@ def meet(place: Place) -> Any:
             serves, descriptor = place.is_head and not place.has_store, None
             if serves and place.host in (LOOPBACK, "localhost"):
                 descriptor = socket.create_server((LOOPBACK, place.port), backlog=1024).detach()
-            options = {"is_master": serves, "wait_for_workers": False, "master_listen_fd": descriptor}
+            options: dict[str, Any] = {"is_master": serves, "wait_for_workers": False, "master_listen_fd": descriptor}
             store = PrefixStore(
                 place.job, TCPStore(place.host, place.port, timeout=timedelta(seconds=MEET_S), **options)
             )
