@@ -147,9 +147,7 @@ def joined(
     known = [ms for ms in back_to_back if ms is not None]
     timing["back_to_back_ms"] = median(known) if known else None
     if "precision_met" in timing:
-        slow = statistics.slowest(samples)
-        precise = (statistics.settled(ms, spec.timing.precision, spec.timing.timing_runs) for ms in slow.values())
-        timing["precision_met"] = all(precise)
+        timing["precision_met"] = statistics.precise(samples, spec.timing.precision, spec.timing.timing_runs)
     medians = _medians(timing)
     limited = metrics.at(later["metrics"], medians, spec)  # by the newest ceilings
     environment = {**value["environment"], "ceilings": later["ceilings"]}

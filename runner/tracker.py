@@ -19,12 +19,12 @@ def track(value: dict[str, Any], folder: Path) -> str | None:
         return None
     try:
         _log(Result.of(redacted(value), folder), options, Path(value["config"]["output"]))
+        return None
     except ImportError as error:
-        return f"tracker=mlflow: not installed ({error}); pip install -e '.[mlflow]'; the result is in its folder"
+        why = f"not installed ({error}); pip install -e '.[mlflow]'"
     except Exception as error:  # whatever another package raises
-        why = redacted(" ".join(str(error).split()))[:300] or "no message"
-        return f"tracker=mlflow: {type(error).__name__}: {why}; the result is in its folder"
-    return None
+        why = f"{type(error).__name__}: {redacted(' '.join(str(error).split()))[:300] or 'no message'}"
+    return f"tracker=mlflow: {why}; the result is in its folder"
 
 
 def columns(result: Result) -> tuple[dict[str, Any], dict[str, float]]:

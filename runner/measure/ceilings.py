@@ -20,7 +20,7 @@ from runner import environment
 from runner.launch.rank import Rank
 from runner.measure import ceilings_file
 from runner.measure.ceilings_file import RATES
-from runner.measure.stopwatch import between_marks, stopwatch
+from runner.measure.stopwatch import stopwatch, times_ms
 from runner.measure.workload import DTYPES
 
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
@@ -112,9 +112,8 @@ def _rate(me: Rank, amount: float, run: Callable[[], object], calls: int) -> flo
 
     def once() -> float:
         run()
-        pairs = [between_marks(watch, several) for _ in range(SIZES[me.device.type].repeats)]
-        watch.settle()
-        return min(me.gather(amount * calls * 1e3 / min(watch.elapsed(*marks) for marks in pairs)))
+        ms = min(times_ms(watch, several, SIZES[me.device.type].repeats))
+        return min(me.gather(amount * calls * 1e3 / ms))
 
     return steady(once)
 

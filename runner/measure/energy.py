@@ -41,20 +41,17 @@ def measure(
     if lacking := [gpu for gpu, *_ in ranks if gpu not in counted]:
         why = f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
         return {"unavailable": next((node["unavailable"] for node in nodes if "unavailable" in node), why)}
-    watts = [power(_within(counted[gpu], at)) for gpu, at, _ in ranks]
+    watts = [power(counted[gpu], at) for gpu, at, _ in ranks]
     return of_window(watts, max(seconds for *_, seconds in ranks), iterations * layers, tokens, flops)
 
 
-def _within(changes: Changes, begin: float) -> Changes:
-    """The changes after the lead of a window that began at `begin`. The first entry is no change."""
-    return [(at, value) for at, value in changes[1:] if at - begin >= LEAD_S]
-
-
-def power(changes: Changes) -> float | None:
-    """Mean power in W between the first and the last of these changes; None where less than LEAST_S lies between them."""
-    if not changes or changes[-1][0] - changes[0][0] < LEAST_S:
+def power(changes: Changes, begin: float) -> float | None:
+    """Mean power in W between the first and the last change after the lead of a window that began at `begin`; None where less than
+    LEAST_S lies between them. The first entry is no change."""
+    within = [(at, mj) for at, mj in changes[1:] if at - begin >= LEAD_S]
+    if not within or within[-1][0] - within[0][0] < LEAST_S:
         return None
-    (first_s, first_mj), (last_s, last_mj) = changes[0], changes[-1]
+    (first_s, first_mj), (last_s, last_mj) = within[0], within[-1]
     return (last_mj - first_mj) / 1e3 / (last_s - first_s)
 
 

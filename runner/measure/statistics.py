@@ -176,6 +176,11 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
     return result
 
 
+def precise(by_rank: Sequence[Samples], precision: float, least: int) -> bool:
+    """Whether the median of every pass, on the slowest rank, is `settled`."""
+    return all(settled(ms, precision, least) for ms in slowest(by_rank).values())
+
+
 def of_ranks(by_rank: Sequence[Samples], empty_ms: float) -> dict[str, Any]:
     """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, `no_ci95`, and the overhead of timing,
     `empty_ms`, relative to the shortest pass."""

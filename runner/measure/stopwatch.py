@@ -83,3 +83,10 @@ def between_marks(watch: Stopwatch, run: Callable[..., object], *arguments: Any)
     start = watch.mark()
     run(*arguments)
     return start, watch.mark()
+
+
+def times_ms(watch: Stopwatch, run: Callable[[], object], times: int) -> list[float]:
+    """ms of so many calls, each of which all ranks start together."""
+    pairs = [between_marks(watch, run) for _ in range(times)]
+    watch.settle()
+    return [watch.elapsed(*marks) for marks in pairs]

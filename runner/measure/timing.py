@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from attention.profiling import Recorder, Span
 from runner.measure import statistics
 from runner.measure.statistics import Samples
-from runner.measure.stopwatch import CudaStopwatch, Stopwatch, between_marks
+from runner.measure.stopwatch import CudaStopwatch, Stopwatch, between_marks, times_ms
 from runner.measure.workload import Passes, Workload
 
 LEAD_MS = 0.1  # the CPU's lead over the GPU before a sample, if it needs one
@@ -141,8 +142,7 @@ class Timer:
         while True:
             for which, more in self.sample(min(BATCH, max(least, 1))).items():
                 samples[which] += more
-            slow = statistics.slowest(self.gather(samples))
-            met = all(statistics.settled(ms, precision, least) for ms in slow.values())
+            met = statistics.precise(self.gather(samples), precision, least)
             if met or self.agree(time.perf_counter() - start > time_cap_s):
                 return samples, met
 
@@ -206,17 +206,13 @@ def simple(work: Workload, watch: Stopwatch, runs: int) -> Samples:
     with undisturbed():
         for which in work.passes:
             watch.settle()
-            marks = between_marks(watch, work.repeat, which, runs)
-            watch.settle()
-            samples[which] = [watch.elapsed(*marks) / runs]
+            samples[which] = [ms / runs for ms in times_ms(watch, partial(work.repeat, which, runs), 1)]
     return samples
 
 
 def overhead_ms(watch: Stopwatch) -> float:
     """The measured time of an empty region, in ms: the minimum of five."""
-    pairs = [between_marks(watch, lambda: None) for _ in range(5)]
-    watch.settle()
-    return min(watch.elapsed(a, b) for a, b in pairs)
+    return min(times_ms(watch, lambda: None, 5))
 
 
 class Around:
