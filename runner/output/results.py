@@ -10,18 +10,16 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from runner.config.values import CannotWrite
 from runner.output.reader import RESULT
-from runner.output.record import SCHEMA_VERSION, STATUSES
+from runner.output.record import SCHEMA_VERSION, STATUSES, Result
 from runner.redaction import redacted
 
-FIELDS = (
-    "schema_version", "key", "name", "status", "reason", "failure", "config", "experiment", "chosen", "environment",
-    "correctness", "model", "timing", "metrics", "baseline", "memory", "energy", "phases", "comm", "profile", "artifacts",
-)  # fmt: skip
+FIELDS = [field.name for field in fields(Result) if field.name not in ("plain", "folder")]
 
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"]
 KERNEL_TIME_COLUMNS = ["rank", "pass", "kernel", "kind", "start_ms", "stop_ms"]
@@ -66,13 +64,13 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def result(**fields: Any) -> dict[str, Any]:
+def result(**values: Any) -> dict[str, Any]:
     """The JSON of a result: every field of the schema, None for those that are not given."""
-    unknown = set(fields) - set(FIELDS)
+    unknown = set(values) - set(FIELDS)
     assert not unknown, f"{unknown} not in the result schema"
-    assert fields["status"] in STATUSES, fields["status"]
-    fields["reason"] = redacted(fields.get("reason"))  # which is printed, too
-    return {"schema_version": SCHEMA_VERSION, **{name: fields.get(name) for name in FIELDS[1:]}}
+    assert values["status"] in STATUSES, values["status"]
+    values["reason"] = redacted(values.get("reason"))  # which is printed, too
+    return {"schema_version": SCHEMA_VERSION, **{name: values.get(name) for name in FIELDS[1:]}}
 
 
 def write_result(folder: Path, value: dict[str, Any]) -> None:

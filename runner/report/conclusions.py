@@ -29,14 +29,6 @@ HOLDS = 0.05  # a phase below this share of the time holds nothing back
 
 
 @dataclass(frozen=True)
-class Conclusion:
-    """A sentence, and in a word what it is about."""
-
-    about: str
-    text: str
-
-
-@dataclass(frozen=True)
 class Case:
     """Runs of one workload, timing method, commit and machine, one per label, the fastest in the pass `which` first."""
 
@@ -48,8 +40,8 @@ class Case:
         return (other.ms(self.which) or 0.0) / (first.ms(self.which) or 1.0)
 
 
-def conclusions(runs: Sequence[Run], which: str = "total") -> list[Conclusion]:
-    """What the runs of a sweep say, for the pass `which`: what is fastest, what binds it and holds it back, how noisy
+def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str]]:
+    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds it and holds it back, how noisy
     the times are, and what failed."""
     compared, named = cases(runs, which), labels(runs)
     rules = {
@@ -61,7 +53,7 @@ def conclusions(runs: Sequence[Run], which: str = "total") -> list[Conclusion]:
         "noise": noise(runs, named, which),
         "failures": failed(runs, named),
     }
-    return [Conclusion(about, text) for about, texts in rules.items() for text in texts]
+    return {about: texts for about, texts in rules.items() if texts}
 
 
 def cases(runs: Sequence[Run], which: str) -> list[Case]:

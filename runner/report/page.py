@@ -36,8 +36,7 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
 
     runs = [run for part in of for run in part.runs]
     sweeps = [part.name for part in of for _ in part.runs]
-    specs = [panel.spec for part in of for panel in part.panels]
-    firsts = [sum(len(part.panels) for part in of[:i]) for i in range(len(of))]
+    specs = {f"{part.prefix}{panel.name}": panel.spec for part in of for panel in part.panels}
     every = columns(runs, sweeps, out)
     data = {"count": len(runs), "workload": WORKLOAD, "columns": [column.plain() for column in every]}
     environment = jinja2.Environment(
@@ -51,7 +50,7 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
         script=Markup("\n".join(map(_asset, ("page.js", "runs.js")))),
         bundle=Markup(bundle() if specs else ""),
         specs=Markup(in_script(specs)),
-        parts=[_View(part, first) for part, first in zip(of, firsts, strict=True)],
+        parts=of,
         charted=bool(specs) or any(part.compared for part in of),
         failures=tables.failure_groups(runs),
         data=Markup(in_script(data)),
@@ -76,16 +75,6 @@ def at_end_of_sweep(folder: Path) -> str:
         return f"Page: {write(folder, folder.name, parts(read([folder]), folder))}"
     except Exception as error:
         return f"no {NAME}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-class _View:
-    """A part, and the number of its first panel among those of the page."""
-
-    def __init__(self, part: Part, first: int):
-        self._part, self.first = part, first
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part, name)
 
 
 def _summary(of: Sequence[Part]) -> str:

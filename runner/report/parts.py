@@ -6,13 +6,12 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 
 from runner.output.summary import escaped
 from runner.report import charts, tables
 from runner.report.comparison import comparable, comparison_table
-from runner.report.conclusions import Conclusion, conclusions
+from runner.report.conclusions import conclusions
 from runner.report.labels import labels
 from runner.report.panels import Panel, panels
 from runner.report.runs import PASSES, Run
@@ -28,21 +27,15 @@ class Part:
     name: str
     summary: str
     runs: Sequence[Run]
-    conclusions: Sequence[Conclusion]
+    conclusions: Mapping[str, Sequence[str]]
     compared: Mapping[str, Table]
     environment: Table
     prefix: str = ""
     panels: Sequence[Panel] = field(default_factory=list)
 
-    @property
-    def grouped(self) -> list[tuple[str, list[str]]]:
-        """The sentences of the conclusions, by what they are about."""
-        found = groupby(self.conclusions, key=lambda conclusion: conclusion.about)
-        return [(about, [conclusion.text for conclusion in each]) for about, each in found]
-
     def markdown(self) -> str:
         lines = [f"## {escaped(self.title)}", "", *(f"{escaped(line)}  " for line in self.summary.splitlines()), ""]
-        lines += [*(f"- {escaped(conclusion.text)}" for conclusion in self.conclusions), ""]
+        lines += [*(f"- {escaped(text)}" for texts in self.conclusions.values() for text in texts), ""]
         for heading, table in {"Each run": tables.runs_table(self.runs), **self.compared}.items():
             lines += [f"### {heading}", "", table.markdown()]
         for panel in self.panels:
