@@ -4,7 +4,7 @@ GPU. The kernel counts, the transport records, and every tensor is followed unti
 from __future__ import annotations
 
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,11 +27,11 @@ from attention.geometry.schedules import Problem
 from attention.gpu.streams import Inline
 from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
 from attention.kernels.scratch import backward_scratch
-from attention.masks.band import FULL, Band, Intervals
+from attention.masks.band import FULL, Band
 from attention.profiling import NO_STEP
 from attention.tensors import dense_like, empty_lse, result_like
 from attention.transports.collective import Collective
-from attention.transports.interface import Handle, Message, Messages, Publication, Transport
+from attention.transports.interface import Handle, Messages, Publication, Transport
 from attention.transports.symmetric import DEPTHS, arrange
 from attention.variants.base import Variant
 from runner.costs.topology import Pattern, Transfer
@@ -215,10 +215,11 @@ class _Log:
         self.phases.pop()
 
     def ended(self, memory: _Memory, transport: Transport) -> Pass:
-        queue = getattr(transport, "queue", None)
-        if queue and queue.moved:  # by a kernel that waits for it
-            queue.issue(None, (), queue.what, NO_STEP).wait()
-        slots = sum(size * DEPTHS.get(what, 1) for what, size in getattr(transport, "capacity", {}).items())
+        slots = 0
+        if isinstance(transport, _Sending):
+            if transport.moved:  # by a kernel that waits for it
+                transport.issue(None, (), transport.what, NO_STEP).wait()
+            slots = sum(size * DEPTHS.get(what, 1) for what, size in transport.capacity.items())
         made = Pass(tuple(self.events), self.received, memory.peak, slots)
         self.events, self.received, memory.peak = [], Counter(), memory.live
         return made
@@ -279,20 +280,28 @@ class _Transfer(Handle):
             self.after = None
 
 
-class _Queue:
-    """Runs nothing. What it moves has been counted before."""
+class _Sending(Collective):
+    """gloo or NCCL, whose own code runs but for its queue."""
 
-    def __init__(self, log: _Log):
-        self.log, self.what, self.moved, self.sources = log, "", 0, dict[int, int]()
+    def __init__(self, log: _Log, world: int):
+        Transport.__init__(self)
+        self.name, self.group, self.world, self.log = "nccl", None, world, log
+        self.queue: Any = self
+        self.what, self.moved, self.sources = "", 0, dict[int, int]()
+        self.capacity: dict[str, int] = {}  # of slots, by what is published
+
+    def counted(self, what: str, size: int) -> None:
+        self.what, self.moved = what, self.moved + size
 
     def issue(
         self,
-        run: Callable[[], object],
+        run: Callable[[], object] | None,
         tensors: Sequence[Tensor],
         what: str,
         step: int,
         after: Callable[[], object] | None = None,
     ) -> Handle:
+        """Runs nothing. What it moves has been counted before."""
         if self.sources:
             pattern: Pattern = "one" if len(self.sources) == 1 else "all"
         else:
@@ -304,18 +313,6 @@ class _Queue:
         return _Transfer(self.log, event, tensors, after)
 
     def join(self) -> None: ...
-
-
-class _Sending(Collective):
-    """gloo or NCCL, whose own code runs but for its queue."""
-
-    def __init__(self, log: _Log, world: int):
-        Transport.__init__(self)
-        self.name, self.group, self.world, self.log = "nccl", None, world, log
-        self.queue: Any = _Queue(log)
-
-    def counted(self, what: str, size: int) -> None:
-        self.queue.what, self.queue.moved = what, self.queue.moved + size
 
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
         return _Publication(self, super().publish(what, tensors, tokens))
@@ -333,13 +330,8 @@ class _Publication(Publication):
         for m in messages.receives:
             x = into[m.into]
             sources[m.remote] += x.nbytes // max(1, x.shape[-3]) * length(m.target)
-        self.transport.queue.sources = sources
-        views, copies = [m for m in messages.sends if len(m.source) == 1], defaultdict[int, Intervals](tuple)
-        for m in messages.sends:
-            if len(m.source) > 1:  # together, since one copy is faster than many
-                copies[m.tensor] += m.source
-        together = [Message(-1, tensor, source, ()) for tensor, source in copies.items()]
-        return self.sent.pull(Messages([*views, *together], messages.receives), into, step, early)
+        self.transport.sources = sources
+        return self.sent.pull(messages, into, step, early)
 
     def close(self) -> None: ...
 
@@ -352,7 +344,6 @@ class _Pulling(_Sending):
     def __init__(self, log: _Log, world: int):
         super().__init__(log, world)
         self.name = "symm"
-        self.capacity: dict[str, int] = {}
         self.filling: dict[str, list[Tensor]] = {}
 
     def _reserve(self, what: str, shapes: Sequence[Sequence[int]], tokens: int, dtype: torch.dtype) -> None:
@@ -382,9 +373,9 @@ class _Slot(Publication):
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
         if not messages.receives:
             return Handle()
-        queue = self.transport.queue
-        queue.moved = sum(queue.sources.values())
-        return queue.issue(None, into, self.what, step)
+        transport = self.transport
+        transport.moved = sum(transport.sources.values())
+        return transport.issue(None, into, self.what, step)
 
 
 class _Memory(TorchDispatchMode):
