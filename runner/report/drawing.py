@@ -54,25 +54,29 @@ FIELDS = {
 @dataclass(frozen=True)
 class Axis:
     """An axis of a field of the rows. log: logarithmic where the values differ by more than this factor. doubling: each doubling is
-    as wide, with a tick for each value or, of many, for powers of two."""
+    as wide, with a tick for each value or, of many, powers of two."""
 
     field: str
     title: str
     format: str = "~r"
     log: float = math.inf
-    zero: bool = True
     doubling: bool = False
 
     def of(self, channel: Any, rows: Sequence[Row], field: str = "") -> Any:
         """The channel alt.X or alt.Y of these rows, or of another field on the same axis."""
         values = sorted({row[self.field] for row in rows})
-        axis, scale = alt.Axis(format=self.format, labelOverlap=True), alt.Scale(zero=self.zero)
+        axis, scale = alt.Axis(format=self.format), alt.Scale(zero=True)
         if self.doubling:
             scale = alt.Scale(type="log", base=2, nice=False, padding=16)
             if len(values) > MOST_TICKS:
-                values = [2**i for i in range(math.ceil(math.log2(values[0])), math.floor(math.log2(values[-1])) + 1)]
+                values = [2**i for i in range(64) if values[0] <= 2**i <= values[-1]]
             label = TOKENS if self.field == "over" and values[-1] >= 1024 else "format(datum.value, '~r')"
-            axis = alt.Axis(values=values, labelExpr=label, grid=False, labelOverlap=True)
+            axis = alt.Axis(
+                values=values,
+                labelExpr=label,
+                grid=False,
+                labelOverlap=True,
+            )
         elif 0 < values[0] * self.log <= values[-1]:
             scale = alt.Scale(type="log", nice=False, padding=12)
         return channel(f"{field or self.field}:Q", title=self.title, scale=scale, axis=axis)
@@ -153,7 +157,8 @@ def lines(
         layers.append(runs.mark_circle(size=45))
     layers[-1] = layers[-1].add_params(picked)
     labels = [row["label"] for row in kept]
-    return [panel(name, title, [note, left_out], alt.layer(*layers), kept, LARGE, SMALL, legend=labels)]
+    size = LARGE if len({row["panel"] for row in kept}) == 1 else SMALL
+    return [panel(name, title, [note, left_out], alt.layer(*layers), kept, size, legend=labels)]
 
 
 def bars(name: str, title: str, note: str, rows: list[Row], x: Axis, fields: str) -> list[Panel]:
@@ -176,13 +181,12 @@ def bars(name: str, title: str, note: str, rows: list[Row], x: Axis, fields: str
     drawn = base.mark_bar(color=BLUE).encode(x=over(x.field), color=whose(kept, alt.Color, BLUE, GREY))
     ends = base.mark_rule(strokeWidth=2).encode(x=over("low"), x2="high", color=alt.value(QUIET))
     text = base.mark_text(align="left", dx=5).encode(x=over("high"), text=alt.Text(f"{x.field}:Q", format=".4r"))
-    labels = {row["label"] for row in kept}
-    alone, each = {"width": 480, "height": STEP * len(labels)}, {"width": 380, "height": alt.Step(STEP)}
-    chart = alt.layer(drawn, ends, text)
+    labels, own = {row["label"] for row in kept}, {"x": "independent", "y": "independent"}
+    size = {"width": 380, "height": STEP * len(labels) if len(panels) == 1 else alt.Step(STEP)}
     return [
         panel(
-            name, title, [note, left_out], chart, kept, alone, each,
-            order=panels, beside=width(labels), scales={"x": "independent", "y": "independent"},
+            name, title, [note, left_out], alt.layer(drawn, ends, text), kept, size,
+            order=panels, beside=width(labels), scales=own,
         )
     ]  # fmt: skip
 
@@ -198,8 +202,7 @@ def panel(
     notes: Sequence[str],
     drawn: Any,
     rows: Sequence[Row],
-    alone: Row,
-    each: Row,
+    size: Row,
     *,
     by: str = "panel",
     order: Sequence[str] = (),
@@ -207,17 +210,16 @@ def panel(
     legend: Iterable[str] = (),
     scales: Row | None = None,
 ) -> Panel:
-    """A chart of these rows with a facet for each value of `by`, in this order. alone, each: the size of a single facet, and
-    of one of several. beside: pixels of what stands left of a facet; legend: its labels. A page makes the facets as wide as
+    """A chart of these rows with a facet for each value of `by`, in this order. size: of a facet. beside: pixels of what stands left of a facet; legend: its labels. A page makes the facets as wide as
     these leave room for. Where there are more labels than colours, each facet has a legend of its own. scales: which of them
     the facets do not share."""
     facets = order or list(dict.fromkeys(row[by] for row in rows))
     names, scales = set(legend), scales or {}
     right = width(names) if names else 0
     if len(facets) == 1:
-        chart = drawn.properties(**alone, usermeta={"broad": max(beside, right) > WIDE})
+        chart = drawn.properties(**size, usermeta={"broad": max(beside, right) > WIDE})
     else:
-        chart = drawn.properties(**each).facet(
+        chart = drawn.properties(**size).facet(
             alt.Facet(f"{by}:N", title=None, sort=facets, header=alt.Header(labelExpr=TITLE)), columns=2
         )
         chart = chart.resolve_axis(x="independent", y="independent")
@@ -232,8 +234,7 @@ def write_png(spec: dict[str, Any], path: Path) -> None:
     """Write a Vega-Lite chart as a PNG; the file appears whole or not at all."""
     import vl_convert
 
-    config = CONFIG | spec.get("config", {})
-    png = vl_convert.vegalite_to_png(spec | {"config": config}, scale=SCALE)
+    png = vl_convert.vegalite_to_png(spec | {"config": CONFIG}, scale=SCALE)
     with replacing(path) as scratch:
         scratch.write_bytes(png)
 

@@ -14,7 +14,6 @@ from runner.report.runs import Run
 from runner.report.tables import rate_title
 
 MOST_SHAPES = 40
-CELL = {"width": 92, "height": 22}  # points
 KERNELS = (
     "{} of each kernel; the darker, the nearer to the fastest kernel of that shape. An empty cell: not run, or refused by the "
     "kernel."
@@ -53,9 +52,9 @@ def kernels(runs: Sequence[Run], which: str) -> list[Panel]:
     # cells have the same colours on light and dark pages
     ink = alt.condition("datum.share > 0.75", alt.value("#fff"), alt.value("#1f2328"))
     text = base.mark_text(fontSize=12).encode(text=alt.Text("tflops:Q", format=".3~r"), color=ink)
-    size = {"width": CELL["width"] * len(names), "height": CELL["height"] * len(shapes)}
+    size = {"width": 92 * len(names), "height": 22 * len(shapes)}
     notes = [KERNELS.format(rate_title(runs)), left_out]
-    return [panel("kernels", "Kernels by shape", notes, alt.layer(cells, text), rows, size, size, beside=width(shapes))]
+    return [panel("kernels", "Kernels by shape", notes, alt.layer(cells, text), rows, size, beside=width(shapes))]
 
 
 def errors(runs: Sequence[Run], which: str) -> list[Panel]:
@@ -77,32 +76,30 @@ def errors(runs: Sequence[Run], which: str) -> list[Panel]:
         max(group, key=lambda row: (not row["passed"], row["error"])) | {"least": min(row["error"] for row in group)}
         for group in tensors.values()
     ]
-    worst: dict[str, float] = defaultdict(float)
-    for row in rows:
-        worst[row["label"]] = max(row["error"], worst[row["label"]])
+    worst = list(dict.fromkeys(row["label"] for row in sorted(rows, key=lambda row: -row["error"])))
     if len(worst) < 2:
         return []
-    kept = sorted(worst, key=lambda label: -worst[label])[:MOST_LABELS]
-    rows = [row for row in rows if row["label"] in kept]
-    left_out = f"The {MOST_LABELS} of {len(worst)} variants with the largest errors." if len(worst) > len(kept) else ""
+    left_out = (
+        f"The {MOST_LABELS} of {len(worst)} variants with the largest errors." if len(worst) > MOST_LABELS else ""
+    )
+    rows = [row for row in rows if row["label"] in worst[:MOST_LABELS]]
     scale = alt.Scale(type="log", nice=False, padding=12)
 
     def over(field: str) -> alt.X:
-        axis = alt.Axis(format="~e", labelOverlap=True)
+        axis = alt.Axis(format="~e")
         return alt.X(f"{field}:Q", title="relative L2 error", scale=scale, axis=axis)
 
-    order = [label for label in worst if label in kept]
+    order = list(dict.fromkeys(row["label"] for row in rows))
     base = alt.Chart(alt.Data(values=rows)).encode(
         x=over("error"),
         y=alt.Y("label:N", title=None, sort=order),
         tooltip=tips("label error local ratio seq_len ranks"),
     )
-    passed = alt.Scale(domain=[True, False], range=[COLORS[0], COLORS[3]])
-    shapes = alt.Scale(domain=[True, False], range=["circle", "cross"])
     local = base.mark_tick(color=QUIET, thickness=2, size=16).encode(x=over("local"))
     spread = base.mark_rule(strokeWidth=1.5, opacity=0.6, color=QUIET).encode(x2="least:Q")
     points = base.mark_point(filled=True, size=60, opacity=1).encode(
-        shape=alt.Shape("passed:N", legend=None, scale=shapes), color=alt.Color("passed:N", legend=None, scale=passed)
+        shape=alt.condition("datum.passed", alt.value("circle"), alt.value("cross")),
+        color=alt.condition("datum.passed", alt.value(COLORS[0]), alt.value(COLORS[3])),
     )
     size, chart = {"width": 300, "height": STEP * len(order)}, alt.layer(local, spread, points)
-    return [panel("errors", "Errors by tensor", [ERRORS, left_out], chart, rows, size, size, beside=width(order))]
+    return [panel("errors", "Errors by tensor", [ERRORS, left_out], chart, rows, size, beside=width(order))]

@@ -99,7 +99,7 @@ def density(runs: Sequence[Run], which: str) -> list[Panel]:
         for run in runs
         if run.result.metrics and run.result.metrics.density
     ]
-    rows = several(several(rows, "mask", "label", "panel"), "density", "label", "panel")
+    rows = several(rows, "density", "label", "panel")
     ideal = []
     for panel in {row["panel"] for row in rows}:
         own = [row for row in rows if row["panel"] == panel]
@@ -147,6 +147,4 @@ def loss(runs: Sequence[Run], which: str) -> list[Panel]:
         if step % -(-len(curve) // MOST_STEPS) == 0 or step == len(curve) - 1
     ]  # fmt: skip
     about = ("loss", "Loss", NOTES["loss"], rows)
-    return lines(
-        *about, Axis("step", "training step", zero=False), Axis("loss", "loss", zero=False), "label panel step loss"
-    )
+    return lines(*about, Axis("step", "training step"), Axis("loss", "loss", log=1), "label panel step loss")

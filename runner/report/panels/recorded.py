@@ -29,7 +29,6 @@ COLORS = {
 }  # fmt: skip
 MERGES = ("comp_merge", "comp_place", "comp_stage_", "comp_shard_kv", "comp_num_den", "comp_final_output")
 MOST_RANKS = 8  # of a run
-ALIKE = 4  # times the shortest iteration: longer runs have axes of their own
 
 Rows = list[dict[str, Any]]  # of a run's table of phases
 Span = tuple[float, float]
@@ -52,10 +51,6 @@ class Recorded:
     run: Run
     phases: Rows
     kernels: Rows
-
-    @property
-    def ms(self) -> float:
-        return max(sum(lengths(rows).values()) for rows in (self.phases, self.kernels))
 
     @property
     def ranks(self) -> list[int]:
@@ -81,12 +76,6 @@ def lengths(rows: Rows) -> dict[str, float]:
         if row["phase"] == WHOLE:
             slowest[row["pass"]] = max(slowest.get(row["pass"], 0.0), row["ms"])
     return slowest
-
-
-def alike(recorded: Sequence[Recorded]) -> bool:
-    """Whether the runs' times are near enough to share an axis."""
-    times = [run.ms for run in recorded]
-    return max(times) <= ALIKE * min(times)
 
 
 def chosen(runs: Sequence[Run], which: str, most: int, placed: bool) -> tuple[list[Recorded], str]:

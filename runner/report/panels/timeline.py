@@ -19,7 +19,6 @@ from runner.report.panels.recorded import (
     WHOLE,
     Bar,
     Recorded,
-    alike,
     chosen,
     coarser,
     spent,
@@ -31,7 +30,6 @@ PHASES, TIMELINE = 6, 4  # runs at most
 MOST_BARS = 400  # of a run's phases, and of its kernels
 MOST_NAME = 60  # letters of a kernel's name
 FINEST = 1000  # bars shorter than this part of the longest iteration are drawn with their neighbours
-SHORT = {"forward": "fwd", "backward": "bwd"}
 LANE = r"replace(datum.label, /{}/, '')"
 OF_RANKS = (
     "{} Of each run the iteration whose time is the median, all passes. A rank that ends a pass before the slowest waits for "
@@ -43,8 +41,9 @@ ONE_CLOCK = (
 )
 CLOCKS = " (those of the {} before each pass, to some {:.2g} µs)"
 OF_KERNELS = (
-    "Kernels (on a CPU, phases) are from the trace of one iteration{}. There all ranks begin a pass within {:.3g} ms. "
-    "Communication is overlapped while compute runs, and drawn thin upon it; nothing is drawn where no kernel runs."
+    "Kernels (on a CPU, phases) are from the trace of one iteration, another one than that of phases; each pass begins with that of "
+    "the phases. There all ranks begin a pass within {:.3g} ms. Communication is overlapped while compute runs, and drawn thin "
+    "upon it; nothing is drawn where no kernel runs."
 )
 
 
@@ -77,14 +76,9 @@ def phases(runs: Sequence[Run], which: str) -> list[Panel]:
         order="order:Q",
         tooltip=tips("run rank pass group ms"),
     )
-    size, scales = {"width": 300, "height": alt.Step(22)}, {} if alike(recorded) else {"x": "independent"}
-    notes = [OF_RANKS.format(rule)]
-    return [
-        panel(
-            "phases", "Phases of each rank", notes, chart, rows, size, size,
-            by="run", beside=70, legend={row["group"] for row in rows}, scales=scales,
-        )
-    ]  # fmt: skip
+    size, notes = {"width": 300, "height": 22 * len(recorded[0].ranks)}, [OF_RANKS.format(rule)]
+    groups = {row["group"] for row in rows}
+    return [panel("phases", "Phases of each rank", notes, chart, rows, size, by="run", beside=70, legend=groups)]
 
 
 def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
@@ -96,7 +90,7 @@ def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
     lanes = sorted({row["l"] for row in rows if "l" in row}, key=lambda name: (int(name.split()[1]), name))
     with_phases = any(run.phases for run in recorded)  # then each rank has a lane by its number alone
     axis = alt.Axis(labelExpr=LANE.format(r"^rank \d+ " if with_phases else " kernels$"))
-    x = alt.X("a:Q", title="ms since the iteration began", scale=alt.Scale(nice=False), axis=alt.Axis(tickCount=10))
+    x = alt.X("a:Q", title="ms since the iteration began", scale=alt.Scale(nice=False))
     fields = {"l": "lane", "q": "pass", "g": "time of", "p": "phase or kernel", "s": "step", "m": "ms", "a": "from ms"}
     base = alt.Chart(alt.Data(values=rows)).encode(x=x)
     bars = (
@@ -119,15 +113,13 @@ def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
     ).properties(width=620, height=alt.Step(16))
     header = alt.Header(labelOrient="top", labelAngle=0, labelAnchor="start", labelPadding=2)
     chart = chart.facet(row=alt.Row("u:N", title=None, sort=[run.label for run in recorded], header=header))
-    if not alike(recorded):
-        chart = chart.resolve_scale(x="independent").resolve_axis(x="independent")
-    notes = [rule, ONE_CLOCK.format(_clocks(recorded)) if with_phases else "", _about_kernels(recorded, with_phases)]
+    notes = [rule, ONE_CLOCK.format(_clocks(recorded)) if with_phases else "", _about_kernels(recorded)]
     return [
         Panel("timeline", "Timeline of one iteration", " ".join(filter(None, notes)), chart.to_dict(validate=False))
     ]
 
 
-def _about_kernels(recorded: Sequence[Recorded], beside_phases: bool) -> str:
+def _about_kernels(recorded: Sequence[Recorded]) -> str:
     """What the lanes of kernels are; empty without any."""
     begins: dict[Any, list[float]] = defaultdict(list)
     left_out = 0
@@ -138,15 +130,14 @@ def _about_kernels(recorded: Sequence[Recorded], beside_phases: bool) -> str:
                 begins[run.label, row["pass"]].append(row["start_ms"])
     if not begins:
         return ""
-    other = ", another one than above; each pass begins with that of the phases" if beside_phases else ""
-    note = OF_KERNELS.format(other, max(max(times) - min(times) for times in begins.values()))
+    note = OF_KERNELS.format(max(max(times) - min(times) for times in begins.values()))
     return f"{note} The {left_out:,} shortest kernels are left out." if left_out else note
 
 
 def _rows(recorded: Recorded) -> list[Row]:
     """The bars, and the passes' beginnings, with short keys: they are most of the panel."""
     bars, passes = timeline(recorded)
-    rows: list[Row] = [{"t": SHORT.get(which, which), "a": round(begin, 5)} for which, begin in passes.items()]
+    rows: list[Row] = [{"t": which, "a": round(begin, 5)} for which, begin in passes.items()]
     least = max(bar.stop for bar in bars) / FINEST
     for kernel in (False, True):
         for bar in coarser([bar for bar in bars if bar.kernel == kernel], MOST_BARS, least):
