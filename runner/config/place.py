@@ -95,7 +95,7 @@ class Launcher:
     nodes: str  # the number of nodes,
     local_processes: str  # or how many processes a node has
     job: tuple[str, ...]  # what tells this launch from others
-    hosts: tuple[str, ...] = ()  # lists of hosts with the one of process 0 first, where MASTER_ADDR is not set
+    hosts: str = ""  # with the host of process 0 first, where MASTER_ADDR is not set
     way_out: str = ""  # where they name no host
 
 
@@ -119,7 +119,7 @@ LAUNCHERS = (  # torchrun comes first, since it may itself be started by the oth
         "SLURM_STEP_NUM_NODES",
         "SLURM_STEP_NUM_TASKS",
         ("SLURM_JOB_ID", "SLURM_STEP_ID"),
-        ("SLURM_STEP_NODELIST", "SLURM_NODELIST"),
+        "SLURM_STEP_NODELIST",
         "set MASTER_ADDR to the first node",
     ),
     Launcher(
@@ -140,7 +140,7 @@ LAUNCHERS = (  # torchrun comes first, since it may itself be started by the oth
         "SKYPILOT_NUM_NODES",
         "",
         ("SKYPILOT_TASK_ID",),
-        ("SKYPILOT_NODE_IPS",),
+        "SKYPILOT_NODE_IPS",
         "SkyPilot sets SKYPILOT_NODE_IPS",
     ),
     Launcher(  # its local executor, which has one node
@@ -172,8 +172,7 @@ def _place(environ: Environ, launcher: Launcher) -> Place:
         raise InvalidConfig(f"{name}: process {process} of {processes}; the first is 0")
     nodes = _number(environ, launcher.nodes, -(-processes // max(1, _number(environ, launcher.local_processes, 1))))
     job = "/".join([name, *(environ.get(variable, "") for variable in launcher.job)])
-    listed = next((environ[variable] for variable in launcher.hosts if environ.get(variable)), "")
-    host, by_hand = environ.get("MASTER_ADDR") or first_host(listed), launcher is BY_HAND
+    host, by_hand = environ.get("MASTER_ADDR") or first_host(environ.get(launcher.hosts, "")), launcher is BY_HAND
     if processes > 1 and ((by_hand and not environ.get("MASTER_PORT")) or (not host and (by_hand or nodes > 1))):
         raise InvalidConfig(f"{launcher.process} and {launcher.processes}={processes}: {launcher.way_out}")
     # torchrun itself listens at MASTER_PORT

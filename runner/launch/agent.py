@@ -27,7 +27,7 @@ class Agent:
     def __init__(self, part: Part):
         remove_abandoned()
         self.folder, self._owned = own_folder()
-        self.files = WorldFiles(self.folder, part.seen)
+        self.files = WorldFiles(self.folder, range(part.spec.world_size))
         try:
             write(self.folder / "part.json", json.dumps(asdict(part)))  # not a command line, which every user can read
             os.mkfifo(self.folder / "jobs")
@@ -51,20 +51,19 @@ class Agent:
         with contextlib.suppress(OSError):
             os.write(self._jobs, f"{line}\n".encode())
 
-    def stop(self) -> None:
-        """Wait for ranks that are idle, and were asked to stop, to end by themselves."""
-        states = self.files.states()  # starting ranks do not listen yet
-        if len(states) == len(self.files.ranks) and all(state["phase"] == "idle" for state in states):
-            self._wait()
-
     def close(self) -> None:
-        """End every process by force, and remove the folder."""
+        """End every process, idle ranks in order if they were asked to stop, and remove the folder."""
         try:
-            self._kill()
-            self._wait()
-        finally:
-            os.close(self._jobs)
-            self._remove_folder()
+            states = self.files.states()  # starting ranks do not listen yet
+            if states and all(state["phase"] == "idle" for state in states):
+                self._wait()
+        finally:  # even if Ctrl-C comes during the wait
+            try:
+                self._kill()
+                self._wait()
+            finally:
+                os.close(self._jobs)
+                self._remove_folder()
 
     def _wait(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -44,6 +44,7 @@ class Part:
     """The share of a world that one process starts."""
 
     spec: WorldSpec
+    number: int = 0  # of the world, in a launch
     process: int = 0
     first_local: int = 0  # the number of its first rank on the node
     # host, port and prefix of the store where the world's ranks meet; None: in a file of the folder, where one process
@@ -54,11 +55,6 @@ class Part:
     def ranks(self) -> range:
         count = self.spec.world_size // self.spec.agents
         return range(self.process * count, (self.process + 1) * count)
-
-    @property
-    def seen(self) -> range:
-        """The ranks whose files are in its folder: process 0 gets a copy of all."""
-        return self.ranks if self.process else range(self.spec.world_size)
 
     @staticmethod
     def of(plain: dict[str, Any]) -> Part:
@@ -76,31 +72,24 @@ def write(path: Path, text: str) -> None:
 @dataclass(frozen=True)
 class WorldFiles:
     folder: Path
-    ranks: range  # that write into it, or whose files are mirrored there
+    ranks: range  # of the world
 
     def states(self) -> list[State]:
         """The state that each rank wrote last."""
-        states = [self._json(f"rank{rank}.state") for rank in self.ranks]
+        states = [self.json(f"rank{rank}.state") for rank in self.ranks]
         return [state for state in states if state is not None]
 
     def failures(self) -> list[dict[str, Any]]:
         """rank, exitcode and time of the ranks that failed, the first one first."""
-        failures = [one for path in self.folder.glob("failures-*.json") for one in self._json(path.name) or ()]
+        failures = [one for path in self.folder.glob("failures-*.json") for one in self.json(path.name) or ()]
         return sorted(failures, key=lambda one: one["time"])
-
-    def reply(self, job: int) -> dict[str, Any] | None:
-        """Rank 0's reply to a job; None before all ranks have ended it."""
-        return self._json(f"reply{job}.json")
-
-    def left(self) -> str | None:
-        """Which process of the world left; None where none did."""
-        return self._json("left.json")
 
     def joined(self) -> int:
         """How many processes have started an agent of this world."""
         return len(list(self.folder.glob("agent-*.log")))
 
-    def _json(self, name: str) -> Any:
+    def json(self, name: str) -> Any:
+        """What a file of the folder holds; None where there is none."""
         with contextlib.suppress(OSError, ValueError):
             return json.loads((self.folder / name).read_text())
         return None

@@ -26,7 +26,7 @@ PRELOAD = "runner.preload"  # by name: it imports what stands above this package
 def main(folder: Path) -> int:
     """Fork this process's ranks and wait until they end; the exit status."""
     die_with_parent()
-    if os.environ.get("ATTENTION_LAUNCHER", str(os.getppid())) != str(os.getppid()):
+    if os.environ["ATTENTION_LAUNCHER"] != str(os.getppid()):
         return 1  # the parent ended before die_with_parent took effect
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks have connections to all others
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))

@@ -69,19 +69,22 @@ class Diagnosis:
     job: int  # the last one
 
     def timed_out(self, silence: Silence) -> Outcome:
-        stopped = next((state for state in self.files.states() if state["pid"] and is_stopped(state["pid"])), None)
+        states, joined, tail = self.files.states(), self.files.joined(), self.files.agent_tail()
+        limit, allows = f"{silence.limit_s:.0f} s", f"launch.{silence.key}=N allows more"
+        stopped = next((state for state in states if state["pid"] and is_stopped(state["pid"])), None)
         if stopped is not None:  # the others waited for it
             rank, phase = stopped["rank"], stopped["phase"]
-            reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {silence.limit_s:.0f} s of silence"
+            reason = f"rank {rank} was found stopped (as by SIGSTOP) in phase {phase} after {limit} of silence"
             return self._failed("timeout", reason, rank, phase)
-        if not self.files.states() or self.files.joined() < self.spec.agents:
-            return self._not_started(silence)
-        rank = self._cause(silence)
-        reason = (
-            f"rank {rank} was silent for more than {silence.limit_s:.0f} s in phase {silence.phase}; "
-            f"its stack is in run.log; launch.{silence.key}=N allows more"
-        )
-        return self._failed("timeout", reason, rank, silence.phase, self.files.stack(rank))
+        if joined < self.spec.agents:
+            reason = f"{joined} of {self.spec.agents} processes had joined after {limit}; {allows}"
+            return self._failed("timeout", reason, None, "start", tail)
+        if not states:
+            last = f" ({tail[-1]})" if tail else ""
+            return self._failed("timeout", f"no rank had started after {limit}{last}; {allows}", None, "start", tail)
+        rank, phase = self._cause(silence), silence.phase
+        reason = f"rank {rank} was silent for more than {limit} in phase {phase}; its stack is in run.log; {allows}"
+        return self._failed("timeout", reason, rank, phase, self.files.stack(rank))
 
     def _cause(self, silence: Silence) -> int:
         """The rank that the others wait for: of those in the phase of the silent one, the first that does not wait itself."""
@@ -90,15 +93,6 @@ class Diagnosis:
         here = [s for s in self.files.states() if s["job"] == self.job and s["phase"] == silence.phase]
         working = (s["rank"] for s in here if s["pid"] and not self.files.in_exchange(s["rank"]))
         return next(working, silence.rank)
-
-    def _not_started(self, silence: Silence) -> Outcome:
-        tail, allows, joined = self.files.agent_tail(), f"launch.{silence.key}=N allows more", self.files.joined()
-        if joined < self.spec.agents:
-            reason = f"{joined} of {self.spec.agents} processes had joined after {silence.limit_s:.0f} s; {allows}"
-        else:
-            last = f" ({tail[-1]})" if tail else ""
-            reason = f"no rank had started after {silence.limit_s:.0f} s{last}; {allows}"
-        return self._failed("timeout", reason, None, "start", tail)
 
     def ended(self, agent_status: int) -> Outcome:
         """The agent has ended: find the rank that failed first."""
@@ -118,7 +112,9 @@ class Diagnosis:
             )
         ]
         if culprits := [failure for failure in silent if failure["exitcode"] < 0] or early:
-            return self._exited(culprits[0], states)
+            rank, code = culprits[0]["rank"], culprits[0]["exitcode"]
+            phase = states.get(rank, {}).get("phase", None if code < 0 else "start")
+            return self._failed("crash", f"rank {rank} {_how(code)} in phase {phase}", rank, phase)
         oom = [state for state in raised if state["error"]["kind"] == "oom"]
         state = (oom or raised)[0]  # a rank that wrote down its exception
         rank, phase = state["rank"], state["phase"]
@@ -126,25 +122,14 @@ class Diagnosis:
             "oom" if oom else "crash", f"rank {rank} in phase {phase}: {state['error']['message']}", rank, phase
         )
 
-    def _exited(self, failure: dict[str, Any], states: dict[int, State]) -> Outcome:
-        """A rank that ended without an exception of its own."""
-        rank, code = failure["rank"], failure["exitcode"]
-        phase = states.get(rank, {}).get("phase", None if code < 0 else "start")
-        reason = f"rank {rank} ended with exit code {code} in phase {phase}"
-        if code < 0:
-            reason = f"rank {rank} was {_killed_by(-code)} in phase {phase}"
-        return self._failed("crash", reason, rank, phase)
-
     def _agent_ended(self, status: int) -> Outcome:
         """The agent ended and recorded nothing about its ranks."""
-        tail, left = self.files.agent_tail(), self.files.left()
+        tail, left = self.files.agent_tail(), self.files.json("left.json")
         if left is not None:
             return self._failed("crash", left, None, None, [])
-        if status < 0:
-            reason = f"the agent that had started the ranks was {_killed_by(-status)}"
-        else:
-            last = tail[-1] if tail else f"its agent ended with exit code {status} and no output"
-            reason = f"the world ended: {last}"
+        reason = f"the agent that had started the ranks {_how(status)}"
+        if tail and status >= 0:
+            reason = f"the world ended: {tail[-1]}"
         return self._failed("crash", reason, None, None, tail)
 
     def _failed(
@@ -166,7 +151,9 @@ class Diagnosis:
         return ""
 
 
-def _killed_by(number: int) -> str:
-    """By what a process was killed; most real-time signals have no name."""
-    name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
-    return f"killed by {name}" + (" (the kernel's out-of-memory killer does that too)" if name == "SIGKILL" else "")
+def _how(code: int) -> str:
+    """How a process ended, by its exit code; most real-time signals have no name."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    return f"was killed by {name}" + (" (the kernel's out-of-memory killer does that too)" if name == "SIGKILL" else "")

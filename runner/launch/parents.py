@@ -7,7 +7,6 @@ were its own."""
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -68,7 +67,7 @@ def meet(place: Place) -> Any:
             meeting.set_exception(error)
 
     where = f"process 0 of {place.processes} at {place.host}:{place.port}"
-    _later(lambda: None if meeting.done() else f"process {place.process} waits for {where}", place)
+    _later(lambda: "" if meeting.done() else f"process {place.process} waits for {where}", place)
     # in a thread: it waits for ever on a service that is no store and does not answer, and no signal would end the wait
     threading.Thread(target=connect, daemon=True).start()
     try:
@@ -81,11 +80,11 @@ def meet(place: Place) -> Any:
         ) from None
 
 
-def _later(missing: Callable[[], str | None], place: Place) -> None:
+def _later(missing: Callable[[], str], place: Place) -> None:
     """Say what a process waits for, if it still does after a while."""
 
     def say() -> None:
-        if (text := missing()) is not None:
+        if text := missing():
             print(f"{text}; to run without others, unset {place.variable}", file=sys.stderr, flush=True)
 
     timer = threading.Timer(SAY_S, say)
@@ -110,14 +109,14 @@ class Head:
         self.store.set(f"command/{self.commands}", json.dumps(command))
         self.commands += 1
 
-    def part(self, spec: WorldSpec) -> tuple[Part, int]:
-        """The head's part of the next world, and the world's number."""
+    def part(self, spec: WorldSpec) -> Part:
+        """The head's part of the next world."""
         place, number = self.place, self.commands
-        return Part(spec, store=(place.host, place.port, f"{place.job}/world{number}")), number
+        return Part(spec, number, store=(place.host, place.port, f"{place.job}/world{number}"))
 
     def start(self, part: Part, folder: Path) -> None:
         """Ask for the others' parts of the next world, whose files are in `folder`."""
-        self.worlds[self.commands] = folder, part
+        self.worlds[part.number] = folder, part
         self.command(start=asdict(part))
 
     def poll(self) -> None:
@@ -138,27 +137,25 @@ class Head:
                     text = f"process {process} of {self.place.processes} ({self.place.launcher}) left; its log says why"
                     write(folder / "left.json", json.dumps(text))
 
-    def stop(self, number: int) -> None:
+    def stop(self, part: Part) -> None:
         """End the others' parts of a world."""
-        del self.worlds[number]
-        self.command(stop=number)
+        del self.worlds[part.number]
+        self.command(stop=part.number)
 
     def end(self, status: int) -> None:
         """The program ends with this exit status, and the others with it. Those that have not come yet are awaited, but not
         after a signal."""
-        by_signal = status > 128
-        deadline = time.monotonic() + (END_S if by_signal else 10 * END_S)
         self.command(end=status)
+        awaited = [process for process, taken in self.taken.items() if taken or status <= 128]
+        deadline = time.monotonic() + (END_S if status > 128 else 10 * END_S)
         # a store that this process serves ends with it
-        while time.monotonic() < deadline and any(
-            quiet_s <= GONE_S and (self.taken[process] or not by_signal) for process, quiet_s in self.quiet_s.items()
-        ):
+        while time.monotonic() < deadline and any(self.quiet_s[process] <= GONE_S for process in awaited):
             time.sleep(NEWS_S)
             self.poll()
 
-    def _missing(self) -> str | None:
+    def _missing(self) -> str:
         absent = [p for p, taken in self.taken.items() if not taken and not self.store.check([f"news/{p}/0"])]
-        return f"process 0 waits for {len(absent)} others, the first is {absent[0]}" if absent else None
+        return f"process 0 waits for {len(absent)} others, the first is {absent[0]}" if absent else ""
 
     def _take(self, process: int, message: Message) -> None:
         if "end" in message:
@@ -169,7 +166,7 @@ class Head:
         def moved(value: Message) -> Message:
             """A state, or a failure, with times of this machine's clock, and no process id of another machine."""
             times = {key: value[key] + skew for key in ("since", "time") if key in value}
-            return value | times | ({"pid": 0} if "pid" in value else {})
+            return value | times | {"pid": 0}
 
         folder, _ = self.worlds[message["world"]]
         for name, text in message["files"].items():
@@ -216,7 +213,7 @@ def follow(place: Place) -> int:
     where the head is gone. Raises Unusable where there is no head."""
     store = meet(place)
     worlds: dict[int, Ranks] = {}
-    told, next_beat = 0, 0.0
+    number, told, next_beat = 0, 0, 0.0
 
     def tell(message: Message) -> None:
         nonlocal told, next_beat
@@ -224,7 +221,7 @@ def follow(place: Place) -> int:
         told, next_beat = told + 1, time.monotonic() + BEAT_S
 
     try:
-        for number in itertools.count():
+        while True:
             while not store.check([f"command/{number}"]):
                 for world, ranks in worlds.items():
                     if (news := ranks.news(world)) is not None:
@@ -241,15 +238,15 @@ def follow(place: Place) -> int:
                     part = replace(part, process=place.process, first_local=place.local)
                     worlds[number] = Ranks(Agent(part))
             elif command.get("stop") in worlds:
-                ended = worlds.pop(command["stop"])
-                ended.agent.stop()
-                ended.agent.close()
+                worlds.pop(command["stop"]).agent.close()
             elif command.get("stacks") in worlds:
                 worlds[command["stacks"]].agent.files.request_stacks()
-        raise AssertionError("unreachable")
+            number += 1
     except Exception as error:
-        text = str(error).splitlines()[:1]
-        print(f"error: process 0 of {place.launcher} is gone, or cannot be followed: {text}", file=sys.stderr)
+        print(
+            f"error: process 0 of {place.launcher} is gone, or cannot be followed: {str(error).splitlines()[:1]}",
+            file=sys.stderr,
+        )
         return 1
     finally:
         with contextlib.suppress(Exception):

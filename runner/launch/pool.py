@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
+from runner.launch.parents import Head
 from runner.launch.worlds import Job, Progress, World
-
-if TYPE_CHECKING:
-    from runner.launch.parents import Head
 
 
 class Pool:

@@ -103,8 +103,9 @@ def _join(part: Part, rank: int, folder: Path) -> Rank:
     """This rank, once all of its world are there."""
     world, share_gpu = part.spec.world_size, part.spec.share_gpu
     local = part.first_local + rank - part.ranks[0]
-    variables = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": len(part.ranks)}
-    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE=str(len(part.ranks))
+    )
     if part.spec.device == "cpu":
         device = torch.device("cpu")
         torch.set_num_threads(max(1, cores() // world))
@@ -169,14 +170,16 @@ def _give_up(me: Rank | None, error: BaseException) -> NoReturn:
     """End this rank. me: None before its world is complete."""
     try:
         out_of_memory = is_out_of_memory(error)
-        message = str(error).strip().splitlines()
-        text = f"{type(error).__name__}: {message[0] if message else ''}"
+        first_line = str(error).strip().partition("\n")[0]
+        text = f"{type(error).__name__}: {first_line}"
         if not out_of_memory and _remote_rank_gone(text):
             time.sleep(SETTLE_S)
         if me is not None and me.phase != "idle":  # in a job
             me.fault = None
-            kind = "oom" if out_of_memory else "raise"
-            me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.monotonic()})
+            me.say(
+                me.phase,
+                error={"kind": "oom" if out_of_memory else "raise", "message": text[:500], "time": time.monotonic()},
+            )
         traceback.print_exception(error)
     finally:  # on a full disk neither state nor log can be written
         os._exit(1)

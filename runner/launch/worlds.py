@@ -9,14 +9,12 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.launch.agent import POLL_S, Agent
 from runner.launch.files import Part, State, WorldSpec, write
 from runner.launch.outcome import Diagnosis, Outcome, silent
-
-if TYPE_CHECKING:
-    from runner.launch.parents import Head
+from runner.launch.parents import Head
 
 STOPPED_S = 1.0  # beyond this, time between two polls is time in which this program was stopped, and its ranks with it
 Progress = Callable[[list[State]], None]
@@ -29,11 +27,11 @@ class World:
     def __init__(self, spec: WorldSpec, head: Head | None = None):
         self.spec = spec
         self.head = head if spec.agents > 1 else None
-        part, self.number = self.head.part(spec) if self.head else (Part(spec), 0)
-        self.agent = Agent(part)
+        self.part = self.head.part(spec) if self.head else Part(spec)
+        self.agent = Agent(self.part)
         self.folder, self.files = self.agent.folder, self.agent.files
         if self.head is not None:
-            self.head.start(part, self.folder)
+            self.head.start(self.part, self.folder)
         self.jobs = 0
         self.alive = True
 
@@ -42,7 +40,7 @@ class World:
         status = self.agent.process.poll()
         if self.head is not None and status is None:
             self.head.poll()
-            status = 1 if self.files.failures() or self.files.left() else None
+            status = 1 if self.files.failures() or self.files.json("left.json") else None
         return status
 
     def call(
@@ -78,7 +76,9 @@ class World:
         stopped = 0.0
         while True:
             ended = self.ended()
-            reply = self.files.reply(self.jobs)  # after `ended`: a reply may come just before the agent's end
+            reply = self.files.json(
+                f"reply{self.jobs}.json"
+            )  # after `ended`: a reply may come just before the agent's end
             if reply is not None:
                 return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
             if ended is not None:
@@ -92,7 +92,7 @@ class World:
             late = silent(self.spec, self.jobs, states, called, now, timeout_s)
             if late is not None:
                 if self.head is not None:
-                    self.head.command(stacks=self.number)
+                    self.head.command(stacks=self.part.number)
                 self.files.await_stacks(self.ended)
                 return why_lost.timed_out(late)
 
@@ -106,12 +106,11 @@ class World:
         if not self.alive:
             return
         self.ask_to_stop()
+        self.alive = False
         try:
-            self.agent.stop()
-        finally:  # even if Ctrl-C comes during the wait
-            self.alive = False
             if self.head is not None:
-                self.head.stop(self.number)
+                self.head.stop(self.part)
+        finally:
             self.agent.close()
 
 

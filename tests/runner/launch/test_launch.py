@@ -114,6 +114,8 @@ def test_a_world_that_is_still_starting_is_not_waited_for(after_s, patient):
 def test_a_command_line_holds_no_value_of_launch_env():
     world = World(WorldSpec(1, "cpu", env=(("NAME", "hidden"),)))
     try:
+        while not Path(f"/proc/{world.agent.process.pid}/environ").read_bytes():  # until it is executed
+            time.sleep(0.01)
         line, variables = (
             Path(f"/proc/{world.agent.process.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
         )
