@@ -3,6 +3,7 @@
     python -m benchmarks.host_time                                      # dense, on a CPU
     torchrun --nproc-per-node 2 -m benchmarks.host_time                 # the variants, over gloo or GPUs
     torchrun --nproc-per-node 2 -m benchmarks.host_time --kernel flash4 --tokens 2048 --heads 8 --head-dim 128
+    torchrun --nproc-per-node 2 -m benchmarks.host_time --files zigzag  # our files and functions that a call enters
 
 Prints for each variant the microseconds of a forward, and of a forward with backward, the same for the raw calls, and their
 ratios, of rank 0. A raw call is PyTorch's or the package's own differentiable function. On a CPU it is the time of the
@@ -12,10 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from attention.kernels.interface import Call
 
 Step = Callable[[], object]
 Attention = Callable[..., Tensor]
+ROOT = str(Path(attention.__file__).parent)
 VARIANTS = ["ring", "zigzag", "zigzag_llama3", "ulysses"]
 
 
@@ -87,6 +92,32 @@ def trained(call: Attention, inputs: list[Tensor]) -> Step:
     return lambda: torch.autograd.grad(call(*inputs), inputs, dout)
 
 
+def entered(run: Step) -> dict[str, set[str]]:
+    """By file of the library, its functions that `run` enters in this thread."""
+    files: dict[str, set[str]] = {}
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event == "call" and name.startswith(ROOT):
+            files.setdefault(name.removeprefix(ROOT + "/"), set()).add(frame.f_code.co_qualname)
+
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def listed(run: Attention, inputs: list[Tensor]) -> Iterator[str]:
+    """The files and functions that a repeated forward enters."""
+    run(*inputs)
+    files = entered(lambda: run(*inputs))
+    for name, functions in sorted(files.items()):
+        yield f"{name:32} {', '.join(sorted(functions))}"
+    yield f"{sum(map(len, files.values()))} functions in {len(files)} files"
+
+
 def compared(run: Attention, inputs: list[Tensor], kernel: str, times: int) -> Iterator[str]:
     """The times of the calls and of their raw kernel calls."""
     calls = [(raw(kernel, call), xs) for xs, call in raw_calls(kernels.KERNELS[kernel], lambda: run(*inputs))]
@@ -106,6 +137,7 @@ def main() -> None:
     parser.add_argument("--kernel", default="")
     for name, default in (("tokens", 64), ("heads", 2), ("kv-heads", 0), ("head-dim", 16), ("times", 200)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
+    parser.add_argument("--files", action="store_true", help="list what a repeated forward enters instead")
     args = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     torch.set_num_threads(1)
@@ -123,7 +155,9 @@ def main() -> None:
     for variant in args.variants or (["dense"] if world == 1 else VARIANTS):
         fn = attention.make(variant, kernel=kernel)
         inputs = [fn.shard(x) for x in whole]
-        for line in compared(partial(fn, causal=True), inputs, kernel, args.times):
+        run = partial(fn, causal=True)
+        lines = listed(run, inputs) if args.files else compared(run, inputs, kernel, args.times)
+        for line in lines:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 print(f"{variant:14} {line}")
     if dist.is_initialized():

@@ -284,7 +284,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
     from runner import app, launched
     from runner.config import folders
     from runner.config.values import CannotWrite, Refused, Terminated, message, shown
-    from runner.output import display, results, summary
+    from runner.output import display, results
 
     app.begin()
     app.tally.compared = (compared.key,) if compared else ()
@@ -326,20 +326,19 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
         stops.hold()
         app.pool.close()
         for folder in app.tally.folders:
-            display.sweep_table(summary.sweep_rows(folder))
-            display.out.print(f"Sweep: {folder}", soft_wrap=True)
-            if stops.exit_status is None:
-                display.out.print(_page(folder), soft_wrap=True, markup=False)
-                for line in compared.verdicts(folder) if compared else []:
-                    display.out.print(line, soft_wrap=True, markup=False)
+            _sum_up(folder, compared, stops.exit_status is None)
     return exit_status(app.tally.statuses, app.tally.until_limit)
 
 
-def _page(folder: Path) -> str:
-    """Write the page of a sweep; a line that says where it is, or why there is none."""
+def _sum_up(folder: Path, compared: Ab | None, whole: bool) -> None:
+    """Print the table of a sweep and, of a `whole` one, where its page is and what was compared."""
+    from runner.output import display, summary
     from runner.report import page
 
-    return page.at_end_of_sweep(folder)
+    display.sweep_table(summary.sweep_rows(folder))
+    display.out.print(f"Sweep: {folder}", soft_wrap=True)
+    for line in [page.at_end_of_sweep(folder), *(compared.verdicts(folder) if compared else [])] if whole else []:
+        display.out.print(line, soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

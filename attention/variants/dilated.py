@@ -57,7 +57,10 @@ class PairOptions(Options):
                 object.__setattr__(self, name, whole_numbers(name, lengths, 1))
         segments, rates = self.segments or (), self.rates or ()
         if len(segments) != len(rates) or self.segments == ():
-            raise ValueError(f"segments={self.segments}, rates={self.rates}: give lists of one length, or neither")
+            lists = ", ".join(
+                f"{name}={x and list(x)}" for name, x in (("segments", self.segments), ("rates", self.rates))
+            )
+            raise ValueError(f"{lists}: give lists of one length, or neither")
         for segment, rate in zip(segments, rates, strict=True):
             if segment % rate:
                 raise ValueError(

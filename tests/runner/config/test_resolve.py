@@ -56,7 +56,7 @@ INVALID = [
     (["model=decoder_tiny", "model.learning_rate=0"], "model.learning_rate=0", "above 0", "0.001"),
     (["model=decoder_tiny", "model.learning_rate=null"], "model.learning_rate=null", "0.001"),
     (["model=decoder_tiny", "attention=tree"], "attention=tree model=decoder_tiny", "is a decode"),
-    (["attention=dilated", "attention.segments=[8,16]", "world_size=1"], "attention.segments=[8,16]: each has one of attention.rates=null; give"),
+    (["attention=dilated", "attention.segments=[8,16]", "world_size=1"], "segments=[8, 16]", "rates=None: give lists of one length"),
     (["attention=dilated", "attention.weights=detached", "world_size=1"], "attention.weights=detached: attention.mixing=head_groups has no"),
     (["attention=dilated", "attention.memory_pool=1", "world_size=1"], "attention.memory_pool=1: known are False, True"),
     (["model=decoder_tiny", "attention=dilated"], "attention=dilated model=decoder_tiny", "take ring"),
