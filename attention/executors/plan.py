@@ -131,7 +131,7 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     for i, step in enumerate(steps(problem, rank)):
         alike = id(step.blocks)
         if alike not in known:
-            known[alike] = tuple(_calls(step, like, packed, device))
+            known[alike] = (*_calls(step, like, packed, device),)
         planned.append(PlannedStep(step.owner, step.keys, length(step.keys), known[alike], routes[i], most[i]))
     return tuple(planned)
 
@@ -184,14 +184,13 @@ def _uploaded(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def _calls(step: Step, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:
     """Under a pattern, or in a dense batch: one call for each block. In a packed batch: one call over all sequences for all
     blocks with the same mask and group."""
-    if not packed or any(isinstance(block.mask, Pattern) for block in step.blocks):
+    if not packed or (step.blocks and isinstance(step.blocks[0].mask, Pattern)):
         yield from (LocalCall((b.q,), step.where([b.k]), like.under(b.mask)) for b in step.blocks)
         return
-    alike: dict[tuple[Any, int], list[Block]] = {}
+    alike: dict[tuple[int, int], list[Block]] = {}
     for block in step.blocks:
-        alike.setdefault((block.mask, block.group), []).append(block)
-    for (mask, _), together in alike.items():
-        q_lengths = [block.q[1] - block.q[0] for block in together]
-        k_lengths = [block.k[1] - block.k[0] for block in together]
-        call = like.of_packed(mask, q_lengths, k_lengths, device)
-        yield LocalCall(joined(block.q for block in together), step.where(block.k for block in together), call)
+        alike.setdefault((id(block.mask), block.group), []).append(block)  # equal bands of a step are one object
+    for together in alike.values():
+        q, k, (mask, *_), _ = zip(*together, strict=True)
+        call = like.of_packed(mask, [b - a for a, b in q], [b - a for a, b in k], device)
+        yield LocalCall(joined(q), step.where(k), call)

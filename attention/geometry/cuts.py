@@ -7,7 +7,7 @@ striped shards need no case of their own."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,13 +44,14 @@ class Places:
     @staticmethod
     def in_chunks(table: Sequence[Sequence[int]], cu_seqlens: CuSeqlens) -> Places:
         """Every sequence in equal chunks, of which rank r holds those with the numbers `table[r]`."""
-        number, cu = np.array(table, np.int64)[:, None, :], np.array(cu_seqlens, np.int64)  # [W, 1, chunks]
-        first, size = cu[:-1, None], np.diff(cu)[:, None] // number.size  # [sequences, 1]
-        start = first + number * size
-        at = np.cumsum(np.broadcast_to(size, start.shape[1:])).reshape(start.shape[1:]) - size
-        rank = np.arange(len(table))[:, None, None]
-        at, of = np.broadcast_to(at, start.shape), np.broadcast_to(rank, start.shape)
-        return Places.sorted(start.ravel(), (start + size).ravel(), at.ravel(), of.ravel())
+        number, cu = np.array(table, np.int64), np.array(cu_seqlens, np.int64)[:, None]
+        rank, i = np.divmod(np.argsort(number, axis=None), number.shape[1])  # of each chunk of a sequence
+        first, size = cu[:-1], (cu[1:] - cu[:-1]) // number.size
+        kept = size[:, 0] > 0
+        first, size = first[kept], size[kept]  # [sequences, 1]
+        start = first + size * np.arange(number.size)
+        at, of = first // len(table) + size * i, np.zeros_like(start) + rank
+        return Places(start.ravel(), (start + size).ravel(), at.ravel(), of.ravel())
 
     @staticmethod
     def of_shards(shards: Sequence[Shard]) -> Places:
@@ -76,22 +77,25 @@ class Places:
 
     def numbered(self, of: Column | int) -> Places:
         """With other numbers of shards or buffers."""
-        return replace(self, of=np.broadcast_to(np.asarray(of, np.int64), self.of.shape))
+        return Places(self.start, self.stop, self.at, self.of * 0 + of, self.step)
 
     def meeting(self, low: Column, high: Column) -> tuple[Column, Column]:
         """All pairs (row, place) in which the tokens `[low, high)` of the row overlap with the place."""
         if not len(self.start) or not len(low):
             return np.zeros(0, np.int64), np.zeros(0, np.int64)
-        residue = self.start % self.step
-        number = np.concatenate([[0], np.cumsum(residue[1:] != residue[:-1])])
-        # the places of each residue by themselves, in one sorted column
-        apart = (1 + max(int(self.stop.max()), int(high.max()))) * np.arange(number[-1] + 1)
-        first = np.searchsorted(self.stop + apart[number], (low[:, None] + apart).ravel(), "right")
-        last = np.searchsorted(self.start + apart[number], (high[:, None] + apart).ravel(), "left")
-        many = np.maximum(last - first, 0)
-        before = np.cumsum(many) - many
-        row = np.repeat(np.arange(len(many)), many)
-        return row // len(apart), np.arange(len(row)) + (first - before)[row]
+        start, stop, residues = self.start, self.stop, 1
+        if self.step > 1:  # the places of each residue by themselves, in one sorted column
+            residue = start % self.step
+            number = np.append(0, np.cumsum(residue[1:] != residue[:-1]))
+            residues = number[-1] + 1
+            apart = (1 + max(int(stop.max()), int(high.max()))) * np.arange(residues)
+            start, stop = start + apart[number], stop + apart[number]
+            low, high = (low[:, None] + apart).ravel(), (high[:, None] + apart).ravel()
+        first = stop.searchsorted(low, "right")
+        many = np.maximum(start.searchsorted(high) - first, 0)
+        row = np.arange(len(many)).repeat(many)
+        i = np.arange(len(row)) + (first + many - many.cumsum())[row]
+        return row // residues, i
 
     def within(self, low: Column, high: Column) -> tuple[Column, Places]:
         """The parts of the places in the tokens `[low, high)` of each row: (row, parts); a part keeps its place's `of` and
@@ -116,7 +120,6 @@ def _before(lengths: Column, of: Column) -> Column:
 
 def places_of(layout: Layout, cu_seqlens: CuSeqlens, world: int) -> Places:
     """Where each rank holds the tokens of the sequence."""
-    layout.check(cu_seqlens, world)
     if isinstance(layout.split, Chunks) and layout.inner == 1:
         whole = cu_seqlens if layout.per_sequence else (0, cu_seqlens[-1])
         return Places.in_chunks(layout.split.table(world), whole)
@@ -165,33 +168,33 @@ def cut(mask: Rectangles, q: Places, k: Places) -> Cut:
     s = q.step
     assert s == k.step or not len(k.start), "queries and keys are spaced alike"
     row, i = q.meeting(mask[:, Q0], mask[:, Q1])
-    q0, q1 = np.maximum(mask[row, Q0], q.start[i]), np.minimum(mask[row, Q1], q.stop[i])
-    k0, k1 = np.maximum(mask[row, K0], q0 + mask[row, LO]), np.minimum(mask[row, K1], q1 + mask[row, HI])
-    kept = np.flatnonzero((q0 < q1) & (k0 < k1))
-    part, j = k.meeting(k0[kept], k1[kept])
-    part = kept[part]
-    k0, k1 = np.maximum(k0[part], k.start[j]), np.minimum(k1[part], k.stop[j])
-    i, q0, q1, row = i[part], q0[part], q1[part], row[part]
-    from_q, from_k, moved = q.start[i], k.start[j], k.at[j] - q.at[i]
-    lo, hi = mask[row, LO] - from_k + from_q, mask[row, HI] - from_k + from_q
-    q0, q1, k0, k1 = q0 - from_q, q1 - from_q, k0 - from_k, k1 - from_k
+    q0, q1, k0, k1, lo, hi = mask[row].T
+    q0, q1 = np.maximum(q0, q.start[i]), np.minimum(q1, q.stop[i])
+    k0, k1 = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    part, j = k.meeting(k0, k1)
+    i, row, lo, hi = i[part], row[part], lo[part], hi[part]
+    from_q, from_k = q.start[i], k.start[j]
+    shift = from_q - from_k
+    x = np.empty((8, len(part)), np.int64)
+    x[Q0], x[Q1] = q0[part] - from_q, q1[part] - from_q
+    x[K0], x[K1] = np.maximum(k0[part] - from_k, 0), np.minimum(k1[part], k.stop[j]) - from_k
+    x[LO], x[HI], x[BUFFER], x[SOURCE] = lo + shift, hi + shift, q.of[i] + k.of[j], row
     if s > 1:
-        q0, q1, k0, k1, lo, hi = -(-q0 // s), -(-q1 // s), -(-k0 // s), -(-k1 // s), -(-lo // s), hi // s
-        lo[mask[row, LO] <= -UNBOUNDED] = -UNBOUNDED
-        hi[mask[row, HI] >= UNBOUNDED] = UNBOUNDED
-    x = np.stack([q0, q1, k0, k1, lo + moved, hi + moved, q.of[i] + k.of[j], row])
-    x[[Q0, Q1]] += q.at[i]
-    x[[K0, K1]] += k.at[j]
-    x = _trimmed(x)
-    return x[:, np.lexsort((x[K0], x[Q0], x[BUFFER]))]
-
-
-def _trimmed(x: Cut) -> Cut:
+        x[:HI], x[HI] = -(-x[:HI] // s), x[HI] // s
+        x[LO, lo <= -UNBOUNDED] = -UNBOUNDED
+        x[HI, hi >= UNBOUNDED] = UNBOUNDED
+    to_q, to_k = q.at[i], k.at[j]
+    x[:K0] += to_q
+    x[K0:LO] += to_k
+    x[LO:BUFFER] += to_k - to_q
+    # without the queries and keys that have no pair
     q0, q1, k0, k1, lo, hi = x[:BUFFER]
     x[Q0], x[Q1] = np.maximum(q0, k0 - hi), np.minimum(q1, k1 - lo)
-    x[K0], x[K1] = np.maximum(k0, x[Q0] + lo), np.minimum(k1, x[Q1] + hi)
-    kept = (x[Q0] < x[Q1]) & (x[K0] < x[K1]) & (lo <= hi)
-    return x if kept.all() else x[:, kept]
+    x[K0], x[K1] = np.maximum(k0, q0 + lo), np.minimum(k1, q1 + hi)
+    kept = (q0 < q1) & (k0 < k1) & (lo <= hi)
+    if not kept.all():
+        x = x[:, kept]
+    return x[:, np.lexsort((x[K0], x[Q0], x[BUFFER]))]
 
 
 def keys_by_buffer(x: Cut) -> NDArray[np.int64]:
@@ -247,21 +250,22 @@ def _above(x: Cut) -> Cut:
     i = np.flatnonzero(_alike(x) & (x[Q1, :-1] == x[Q0, 1:]))
     if not len(i):
         return x
-    a, b = x[:, i], x[:, i + 1]
-    k0, k1 = np.minimum(a[K0], b[K0]), np.maximum(a[K1], b[K1])
-    lo, hi = np.maximum(a[LO], b[LO]), np.minimum(a[HI], b[HI])
-    same = np.ones(len(i), bool)
-    for y in (a, b):
-        for query in (y[Q0], y[Q1] - 1):
-            same &= np.minimum(k1, query + hi + 1) == np.minimum(y[K1], query + y[HI] + 1)
-            same &= np.maximum(k0, query + lo) == np.maximum(y[K0], query + y[LO])
+    both = x[:, [i, i + 1]]  # [8, 2, n]
+    k0, k1, lo, hi = both[K0].min(0), both[K1].max(0), both[LO].max(0), both[HI].min(0)
+    query = np.array([both[Q0], both[Q1] - 1])  # [first or last, 2, n]
+    ends = np.minimum(k1, query + hi + 1) == np.minimum(both[K1], query + both[HI] + 1)
+    starts = np.maximum(k0, query + lo) == np.maximum(both[K0], query + both[LO])
+    same = (ends & starts).all((0, 1))
     joined: list[int] = []  # of a chain every second pair
     for n in np.flatnonzero(same).tolist():
         if not joined or i[n] > i[joined[-1]] + 1:
             joined.append(n)
-    x[Q1, i[joined]] = b[Q1, joined]
-    x[K0 : HI + 1, i[joined]] = np.stack([k0, k1, lo, hi])[:, joined]
-    return np.delete(x, i[joined] + 1, 1)
+    first = i[joined]
+    x[Q1, first] = x[Q1, first + 1]
+    x[K0:BUFFER, first] = np.array([k0, k1, lo, hi])[:, joined]
+    kept = np.ones(x.shape[1], bool)
+    kept[first + 1] = False
+    return x[:, kept]
 
 
 def settled(x: Cut) -> Cut:

@@ -34,12 +34,14 @@ def side_by_side(intervals: Intervals) -> Intervals:
 def joined(intervals: Iterable[Interval]) -> Intervals:
     """The intervals in the given order, each joined with the next one if that starts where it ends."""
     merged: list[Interval] = []
+    first = last = None
     for start, stop in intervals:
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            merged.append((start, stop))
-    return tuple(merged)
+        if start != last:
+            if last is not None:
+                merged.append((first, last))
+            first = start
+        last = stop
+    return (*merged, (first, last)) if last is not None else ()
 
 
 def by_number(of: Column, count: int, lengths: Column, *starts: Column) -> list[tuple[Intervals, ...]]:

@@ -34,8 +34,7 @@ SEQUENCE = -1  # the owner of keys that were gathered
 MANY_SEQUENCES = 8  # with more, a packed batch moves whole shards: one interval instead of one for each sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(NamedTuple):
     """`group`: the number of the query chunk within its sequence, if several chunks of a sequence see prefixes of its
     keys. A packed kernel call takes the blocks of one group, so that it has each sequence once. Under a pattern, a
     block has all queries of the rank and all keys of the step."""
@@ -128,8 +127,9 @@ def _pattern(problem: Problem, rank: int, n_keys: int, rows: Rectangles) -> tupl
 
 
 def _bands(x: Cut) -> tuple[Block, ...]:
-    columns = (*x[: cuts.LO].tolist(), cuts.bands_of(x), cuts.groups_of(x))
-    return tuple(Block((q0, q1), (k0, k1), band, group) for q0, q1, k0, k1, band, group in zip(*columns, strict=True))
+    q0, q1, k0, k1 = x[: cuts.LO].tolist()
+    columns = (zip(q0, q1, strict=True), zip(k0, k1, strict=True), cuts.bands_of(x), cuts.groups_of(x))
+    return tuple(map(Block._make, zip(*columns, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -267,20 +267,22 @@ class RingSchedule(Schedule):
     def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
         world, n, held = problem.world, problem.shard_tokens, problem.held
         x = _cut(problem, rank, held.numbered((rank - held.of) % world))
-        start, stop = (x[K0] * 0, x[K0] * 0 + n) if problem.moves_shards else (x[K0], x[K1])
-        # the local keys stay in place
-        keys = union(np.append(0, start), np.append(n, stop), np.append(0, x[BUFFER]))
         owners = [(rank - i) % world for i in range(world)]
+        if problem.moves_shards:
+            met = {0, *x[BUFFER].tolist()}
+            return self._steps(problem, rank, owners, [((0, n),) if i in met else () for i in range(world)], x)
+        # the local keys stay in place
+        keys = union(np.append(0, x[K0]), np.append(n, x[K1]), np.append(0, x[BUFFER]))
         return self._steps(problem, rank, owners, _by_buffer(keys, world), cuts.with_keys(x, keys))
 
     def sends(self, problem: Problem, rank: int) -> Sequence[Intervals]:
-        world = problem.world
-        # of many sequences the longest alone tells who needs a shard
-        whole = replace(problem, cu_seqlens=(0, problem.longest)) if problem.moves_shards else problem
-        q, own = whole.queries, whole.held.only(rank)
-        keys = cuts.keys_by_buffer(cuts.cut(whole.rectangles, q.numbered((q.of - rank) % world), own))
-        by_step = [(), *_by_buffer(keys, world)[1:]]
-        return [((0, problem.shard_tokens),) if keys else () for keys in by_step] if problem.moves_shards else by_step
+        world, q = problem.world, problem.queries
+        if problem.moves_shards:  # to ranks with a query that sees its first key: the longest sequence tells which
+            shards, keys = problem.layout.shards((0, problem.longest), world), ((0, problem.shard_tokens),)
+            first = shards[rank][0].start if problem.band.causal else 0
+            return [(), *(keys if shards[rank - world + i][-1].stop > first else () for i in range(1, world))]
+        x = cuts.cut(problem.rectangles, q.numbered((q.of - rank) % world), problem.held.only(rank))
+        return [(), *_by_buffer(cuts.keys_by_buffer(x), world)[1:]]
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
         world, q = problem.world, problem.queries
