@@ -236,8 +236,7 @@ def _beside(x: Cut) -> Cut:
     one &= (a[HI] >= a[K1] - 1 - a[Q0]) & (b[LO] <= b[K0] - b[Q1] + 1)
     if not one.any():
         return x
-    first = np.flatnonzero(np.append(True, ~one))
-    last = np.append(first[1:], x.shape[1]) - 1
+    first, last = np.concatenate([[True], ~one]), np.concatenate([~one, [True]])
     joined = x[:, first]
     joined[K1], joined[HI] = x[K1, last], x[HI, last]
     return joined
@@ -247,7 +246,7 @@ def _above(x: Cut) -> Cut:
     """Pairs of adjacent queries. In the hull of both, query q sees the keys from max(k0, q + lo) to min(k1, q + hi + 1). These
     ends are linear in q between the queries at which a bound begins to cut, so they are those of both rectangles if they are
     equal at each one's first and last query."""
-    i = np.flatnonzero(_alike(x) & (x[Q1, :-1] == x[Q0, 1:]))
+    (i,) = (_alike(x) & (x[Q1, :-1] == x[Q0, 1:])).nonzero()
     if not len(i):
         return x
     both = x[:, [i, i + 1]]  # [8, 2, n]
@@ -256,10 +255,11 @@ def _above(x: Cut) -> Cut:
     ends = np.minimum(k1, query + hi + 1) == np.minimum(both[K1], query + both[HI] + 1)
     starts = np.maximum(k0, query + lo) == np.maximum(both[K0], query + both[LO])
     same = (ends & starts).all((0, 1))
-    joined: list[int] = []  # of a chain every second pair
-    for n in np.flatnonzero(same).tolist():
-        if not joined or i[n] > i[joined[-1]] + 1:
+    joined, last = [], -2  # of a chain every second pair
+    for n, part in enumerate(np.where(same, i, -1).tolist()):
+        if part > last + 1:
             joined.append(n)
+            last = part
     first = i[joined]
     x[Q1, first] = x[Q1, first + 1]
     x[K0:BUFFER, first] = np.array([k0, k1, lo, hi])[:, joined]

@@ -280,7 +280,7 @@ class RingSchedule(Schedule):
         if problem.moves_shards:  # to ranks with a query that sees its first key: the longest sequence tells which
             shards, keys = problem.layout.shards((0, problem.longest), world), ((0, problem.shard_tokens),)
             first = shards[rank][0].start if problem.band.causal else 0
-            return [(), *(keys if shards[rank - world + i][-1].stop > first else () for i in range(1, world))]
+            return [(), *(keys if shards[(rank + i) % world][-1].stop > first else () for i in range(1, world))]
         x = cuts.cut(problem.rectangles, q.numbered((q.of - rank) % world), problem.held.only(rank))
         return [(), *_by_buffer(cuts.keys_by_buffer(x), world)[1:]]
 

@@ -278,7 +278,7 @@ def test_of_many_sequences_a_rank_takes_each_shard_in_one_stretch(world):
     for rank in range(world):
         (step,), (plain,) = steps(problem, rank), steps(replace(problem, schedule=GATHER), rank)
         at = key_positions(problem, rank, plain)  # the keys of a block are those of the sequence, wherever they lie
-        expected = [replace(b, k=(at[b.k[0]], at[b.k[1] - 1] + 1)) for b in plain.blocks]
+        expected = [b._replace(k=(at[b.k[0]], at[b.k[1] - 1] + 1)) for b in plain.blocks]
         assert list(step.blocks) == expected
         held = [t for a, b in step.keys for t in range(a, b)]
         for block in step.blocks:
