@@ -34,14 +34,14 @@ def side_by_side(intervals: Intervals) -> Intervals:
 def joined(intervals: Iterable[Interval]) -> Intervals:
     """The intervals in the given order, each joined with the next one if that starts where it ends."""
     merged: list[Interval] = []
-    first = last = None
+    first, last = 0, -1  # no interval starts below 0
     for start, stop in intervals:
         if start != last:
-            if last is not None:
+            if last >= 0:
                 merged.append((first, last))
             first = start
         last = stop
-    return (*merged, (first, last)) if last is not None else ()
+    return (*merged, (first, last)) if last >= 0 else ()
 
 
 def by_number(of: Column, count: int, lengths: Column, *starts: Column) -> list[tuple[Intervals, ...]]:
