@@ -200,8 +200,8 @@ OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
     [
         ({"rates": [1, 16], "segments": [8, 8]}, {}, "segments=(8, 8): 8 is no multiple of its rate 16; 16 would work"),
         ({"rates": [1, 3]}, {}, "segments=(8, 16): 16 is no multiple of its rate 3; 18 would work"),
-        ({"rates": [1]}, {}, "segments=(8, 16), rates=(1,): give lists of one length, or neither"),
-        ({"rates": None}, {}, "segments=(8, 16), rates=None: give lists of one length, or neither"),
+        ({"rates": [1]}, {}, "segments=[8, 16], rates=[1]: give lists of one length, or neither"),
+        ({"rates": None}, {}, "segments=[8, 16], rates=None: give lists of one length, or neither"),
         ({"segments": [], "rates": []}, {}, "segments=(), rates=(): give lists of one length, or neither"),
         ({"segments": [8, 0]}, {}, "segments[1]=0: must be at least 1"),
         ({"segments": 8}, {}, "segments=8: must be a list of whole numbers; give for instance segments=[100,900,24]"),

@@ -3,8 +3,9 @@
 import pytest
 
 from runner.config.values import shown
+from runner.output.record import Result
 from runner.redaction import MARK, redacted
-from runner.tracker import Tracked
+from runner.tracker import columns
 from tests.runner.test_cli import only, results_in, run
 from tests.support.recorded import measured
 
@@ -53,7 +54,7 @@ def test_a_message_has_no_part_of_a_secret_that_it_cuts_short():
 
 def test_a_tracker_gets_no_secret(tmp_path):
     value = measured("a") | {"environment": {"started_at": 1.0, "seconds": 1.0}, "reason": f"MY_TOKEN={SECRET}"}
-    assert SECRET not in str(Tracked.of(value, tmp_path))
+    assert SECRET not in str(columns(Result.of(redacted(value), tmp_path)))
 
 
 TINY = ("config=tiny", "hardware=cpu", "phases=false", "baseline=none", "check.enabled=false")

@@ -47,14 +47,14 @@ def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeyp
     assert value["status"] == "ok", value["reason"]
     assert value["correctness"]["passed"]
     if name == "dilated_features":
-        assert "memory_pool=true keeps buffers only" in value["chosen"]["note"]
+        assert "pairs of segment and rate" in value["chosen"]["note"]
 
 
 # A command of docs/seeds.md in a tiny form, and what the page promises of it
 TOKENS = ["seq_len=128", "heads=2", "kv_heads=2", "head_dim=16"]
 TIMES = ("Correctness passed", "forward", "backward", "total", "tokens/s", "speedup", "eff.", "Peak memory by rank")
 PROMISED = {
-    "a ring": (["attention=ring", *TOKENS, "timing.timing_runs=3"], (*TIMES, "median of 3 samples", "wait_kv")),
+    "a ring": (["attention=ring", *TOKENS, "timing.timing_runs=3", "phases=table"], (*TIMES, "median of 3 samples", "wait_kv")),
     "a single mean": (["attention=ring", "timing=simple", *TOKENS], ("ms is the mean of all calls",)),
     "a packed ring": (["attention=ring_varlen", *TOKENS], TIMES),
     "zigzag": (["attention=zigzag", *TOKENS], TIMES),
@@ -74,11 +74,11 @@ PROMISED = {
         ("fewer than dense", "density", "dense", "speedup"),
     ),
     "a training": (
-        ["+experiment=model_quick", "mode=training", "world_size=1", *RUNS["model_quick"], "model=decoder_tiny"],
+        ["+experiment=model_quick", "mode=training", "phases=table", "world_size=1", *RUNS["model_quick"], "model=decoder_tiny"],
         ("parameters", "loss over", "optimizer", "tokens/s", "comp_mlp", "comp_head", "comp_loss", "comp_optimizer"),
     ),
     "an inference": (
-        ["+experiment=model_quick", "mode=inference", "world_size=1", *RUNS["model_quick"], "model=decoder_tiny"],
+        ["+experiment=model_quick", "mode=inference", "phases=table", "world_size=1", *RUNS["model_quick"], "model=decoder_tiny"],
         ("parameters", "tokens/s", "comp_projections", "comp_mlp", "comp_head"),
     ),
 }  # fmt: skip

@@ -43,7 +43,7 @@ def test_an_option_without_choices_and_settings_none_of_which_works_are_refused(
         InvalidConfig, match=r"n_groups=best: grouped has no list of its values; best may be heads_k_stride, grouping"
     ):
         resolved("attention=grouped", "attention.n_groups=best", "world_size=1", *SMALL)
-    with pytest.raises(InvalidConfig, match="causal=true only"):
+    with pytest.raises(InvalidConfig, match="is for causal masks"):
         resolved("attention=usp_yunchang", "attention.ulysses_size=best", "causal=false", "world_size=2", *SMALL)
     with pytest.raises(InvalidConfig, match=r"attention.ulysses_size=best timing=cudagraph"):
         resolved(

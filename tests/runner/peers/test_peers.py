@@ -156,7 +156,7 @@ def test_refusals_name_the_rule_and_the_way_out(in_world):
     assert text["lse"] == "return_lse=True: rfa_zigzag gives no LSE here; use return_lse=False"
     assert text["transport"].endswith("sends by torch.distributed itself; use transport=auto")
     assert "takes batches of single sequences" in text["pack"]
-    assert "causal=true only" in text["not causal"]
+    assert "is for causal masks" in text["not causal"]
     assert "rfa_zigzag has no sliding window" in text["window"]
 
 
