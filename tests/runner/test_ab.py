@@ -62,7 +62,7 @@ def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float],
     by_round = [[clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for _ in range(7)] for clock in clocks]
     samples = [{"forward": [ms for one in by_round for ms in one]}]
     value = result("zigzag", ms, kernel=kernel, seq_len=seq_len)
-    value["timing"] |= of_ranks(samples)
+    value["timing"] |= of_ranks(samples, 0.0)
     value["environment"]["overrides"] = [f"seq_len={seq_len}", f"kernel={kernel}", "order=interleaved"]
     results.write_result(folder / value["name"], value)
     results.write_samples(folder / value["name"] / "samples.parquet", samples, [7] * len(clocks))

@@ -77,7 +77,7 @@ def sampled(folder: Path, ms: float, noise: float, seed: int, n: int = 20) -> Pa
     draw = random.Random(seed)
     ranks = [{"forward": noisy(draw, ms, noise, n), "backward": noisy(draw, 2 * ms, noise, n)} for _ in range(2)]
     value = result("zigzag", ms)
-    value["timing"] |= of_ranks(ranks)
+    value["timing"] |= of_ranks(ranks, 0.0)
     results.write_result(folder / value["name"], value)
     results.write_samples(folder / value["name"] / "samples.parquet", ranks)
     return folder
