@@ -20,7 +20,7 @@ and each turn takes a third of a run's samples.
 than `LEAST_CPU_FLOP` in all. These take about a second, in which a machine does not drift and which is shorter than a turn's
 check and warm-up. `order=interleaved` allows turns of a single sample; `order=sequential` runs job after job.
 
-This module divides samples and joins rounds; it needs no world and no torch. `runner.interleave` passes Hydra's jobs in this
+This module divides samples and joins rounds; it needs no world and no torch. `runner.sweep` does the runs in this
 order, and `runner.app` does a turn."""
 
 from __future__ import annotations
