@@ -52,7 +52,7 @@ class Prepared(NamedTuple):
 
 class Plans(dict[CallSpec, Plan]):
     """A function's plans by their calls, and `prepared` calls by keys that are cheap to make: a call is checked once, and a later one
-    with an equal key has the same plan. Beyond `MOST_PLANS`, or `MOST_PACKED_PLANS`, the oldest plan of the kind is dropped."""
+    with an equal key has the same plan. Beyond `MOST_PLANS`, or `MOST_PACKED_PLANS`, the plan of the kind that was used least recently is dropped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,6 +82,8 @@ def plan_of(fn: ContextParallel, spec: CallSpec) -> Plan:
     if plan is None:
         plan = _build(fn, spec)
         fn.plans.add(key, plan)
+    else:  # dropping a plan forgets all prepared calls, so one that is still used comes here before the next is dropped
+        fn.plans[key] = fn.plans.pop(key)
     if not decode:
         return plan
     _check_share(fn, spec)

@@ -3,13 +3,11 @@ experiment that compares one fused call with separate calls compares the same in
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from attention.errors import UnsupportedCall
 from attention.kernels.aten import FLASH2
-from attention.kernels.interface import HALF, Call, Kernel, Pair, Shape, Tensors, Triple
+from attention.kernels.interface import HALF, Call, Into, Kernel, Pair, Shape, Tensors, Triple
 from attention.kernels.math import MATH
 from attention.kernels.triton_decode import dtype_rule, missing
 from attention.kernels.triton_grouped import HEAD_DIMS, grouped_forward
@@ -40,7 +38,8 @@ class TritonFlash(Kernel):
             raise UnsupportedCall(f"kernel=triton: {call.mask.describe()}: no sliding window; take another kernel")
         return grouped_forward(q, k, v, (k.shape[1],), call.scale, call.mask.causal, into=into)
 
-    def backward(self, dout: Tensor, q: Tensor, *more: Any, **named: Any) -> Triple:
-        """In fp32 and on a CPU that of `math`."""
+    def gradients(self, tensors: Tensors, call: Call, into: Into = None) -> Triple:
+        """In fp32 and on a CPU those of `math`."""
+        dout, q, k, v, out, lse = tensors
         kernel: Kernel = FLASH2 if q.is_cuda and q.dtype in HALF else MATH
-        return kernel.backward(dout, q, *more, **named)
+        return kernel.backward(dout, q, k, v, out, lse, call, into)

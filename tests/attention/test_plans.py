@@ -18,14 +18,16 @@ def test_plans_of_the_packed_batches_used_last_are_kept():
         given = (x, cu) if cu else (x[None], None)
         plan = fn.plan(*[given[0]] * 3, cu_seqlens=given[1])
         used[id(plan)] = plan
+        return plan
 
     def kept():
         return [plan.problem.cu_seqlens for plan in fn.plans.values() if id(plan) in used]
 
     use()
+    always = use(0, 80, 96)
     for _ in range(2):
         for i in range(1, MOST_PACKED_PLANS + 5):
-            use(0, 80, 96)
+            assert use(0, 80, 96) is always
             use(0, i, 96)
         assert len(fn.plans) == MOST_PACKED_PLANS + 1
         assert set(kept()) == {(0, 96), (0, 80, 96), *((0, i, 96) for i in range(6, MOST_PACKED_PLANS + 5))}

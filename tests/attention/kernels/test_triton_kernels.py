@@ -466,3 +466,15 @@ def test_the_triton_kernel_says_what_it_does_not_do():
     assert kernel.refuses(Shape("cuda", torch.float64, 8, 2, 64), FULL) == "dtype=fp64: bf16, fp16 and fp32 only"
     with pytest.raises(UnsupportedCall, match="no sliding window"):
         kernel.forward(*qkv(3, 3, 2, 1, 64, torch.float32), Call(1.0, Band(1, 0)))
+
+
+def test_a_function_of_the_flash_kernel_has_gradients():
+    """A local call takes its `gradients` directly."""
+    q, k, v = (torch.randn(1, 32, 2, 64, requires_grad=True) for _ in range(3))
+    dout = torch.randn(1, 32, 2, 64)
+    ours, plain = (
+        torch.autograd.grad(make("dense", kernel=kernel)(q, k, v, causal=True), (q, k, v), dout)
+        for kernel in ("triton", "math")
+    )
+    for x, y in zip(ours, plain, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
