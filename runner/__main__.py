@@ -306,7 +306,8 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
             how = "interrupted" if stops.exit_status == 128 + signal.SIGINT else "terminated"
             display.err.print(f"{how}; what was finished is recorded")
             for folder in app.tally.folders:
-                display.err.print(f"{sys.argv[0]} resume={folder} goes on", soft_wrap=True, markup=False)
+                again = folders.again(folder, arguments, compared)
+                display.err.print(f"{sys.argv[0]} {again} goes on", soft_wrap=True, markup=False)
             return stops.exit_status
         if isinstance(error, CannotWrite):
             print(f"error: {error}", file=sys.stderr)
@@ -319,7 +320,7 @@ def _run(arguments: list[str], head: Any, compared: Ab | None, making: bool) -> 
             where = error.filename or next(iter(app.tally.folders), folders.output(arguments))
             print(f"error: {results.cannot_write(shown(str(where)), error)}", file=sys.stderr)
             return 1
-        if isinstance(error, (HydraException, OmegaConfBaseException, Refused)) or not app.tally.busy:
+        if isinstance(error, (HydraException, OmegaConfBaseException, Refused)) or not app.tally.broken:
             return refuse(message(error), arguments)
         raise
     finally:

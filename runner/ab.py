@@ -31,8 +31,9 @@ NONE = "experiment", "hydra"  # keys that are no setting of a run
 
 @dataclass(frozen=True)
 class Ab:
-    """The key, and the overrides that set its two values."""
+    """text: as it was given. The key, and the overrides that set its two values."""
 
+    text: str
     key: str
     first: str
     second: str
@@ -102,4 +103,4 @@ def expand(arguments: Sequence[str]) -> tuple[list[str], Ab | None]:
     if first == second:
         raise InvalidConfig(f"{shown(given[0])}: both values are the same; seed is one to see the noise, ab=seed:1,2")
     order = [] if ORDER in others else [ORDER]
-    return [*others, f"{key}={values}", *order], Ab(key, first, second)
+    return [*others, f"{key}={values}", *order], Ab(given[0], key, first, second)

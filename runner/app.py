@@ -58,14 +58,14 @@ def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     """Does one of Hydra's jobs: a whole run, or the first round of a run that takes turns with others. A run that fails is
     recorded as a result and raises nothing. compared: the number of runs that a sweep compares, including this one.
     Returns the run if it has rounds still to do. `tally.error` is what ends the command: nothing can be written."""
-    tally.busy = True
-    unfinished = None
     try:
-        unfinished = _execute(cfg, compared)
+        return _execute(cfg, compared)
     except CannotWrite as error:  # Hydra would print it
         tally.error = error
-    tally.busy = False
-    return unfinished
+        return None
+    except Exception:
+        tally.broken = True
+        raise
 
 
 def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:

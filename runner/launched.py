@@ -11,7 +11,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
 from runner import app, environment
-from runner.config import place, resolve
+from runner.config import folders, place, resolve
 from runner.config.values import Refused
 from runner.launch.parents import Head, follow
 from runner.output import reader, summary
@@ -76,11 +76,10 @@ class Elsewhere(Callback):
         if _in_this_process(config):
             return
         folder = str(Path(config.hydra.sweep.dir).absolute())
-        quoted = folder.replace("\\", "\\\\").replace("'", "\\'")
         with open_dict(config):
             config.hydra.sweep.dir = folder
             # a job composes anew, at a later time
-            config.hydra.overrides.hydra.append(f"hydra.sweep.dir='{quoted}'")
+            config.hydra.overrides.hydra.append(f"hydra.sweep.dir={folders.quoted(folder)}")
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         if _in_this_process(config):

@@ -27,7 +27,6 @@ from runner.output.record import Result
 from runner.peers import everything, missing
 from runner.tally import SKIPPED
 
-SHORT_S = 0.5  # of the plan before a sweep; runs beyond it are counted, not looked at
 KEPT = "kept"  # the state of a run that resume=true keeps
 TO_DO = "to do"
 
@@ -142,7 +141,8 @@ def swept(jobs: Sequence[Sequence[str]]) -> set[str]:
 def dry_run(arguments: Sequence[str], multirun: bool) -> None:
     """Print what a command would do. Raises InvalidConfig."""
     given = overrides.jobs(arguments) if multirun else [tuple(arguments)]
-    folder = next((Path(text.partition("=")[2]) for text in arguments if text.startswith("hydra.sweep.dir=")), None)
+    dirs = [str(overrides.parse(text).value()) for text in arguments if text.startswith("hydra.sweep.dir=")]
+    folder = Path(dirs[-1]) if dirs else None
     with terminal.err.status("planning"):
         found = made(given, folder, check_kernels=True)
     show(found)

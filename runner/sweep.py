@@ -13,7 +13,6 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
 from runner import app, plan, rounds
-from runner.config import folders
 from runner.output import terminal
 
 PLAN_S = 0.5  # of the plan before a sweep; runs beyond it are counted, not looked at
@@ -26,9 +25,9 @@ def launch(
     job: Callable[[tuple[str, ...], int, int], JobReturn],
 ) -> list[JobReturn]:
     """Does the runs of a sweep, each given by its overrides. job: does the first turn of a run, given its overrides, its number and
-    the number of runs that it is compared with, itself included. Raises Refused where another program has the folder."""
-    folders.lock(folder)
-    app.tally.runs, app.tally.until_limit = len(jobs), cfg.until_limit
+    the number of runs that it is compared with, itself included. With `hydra.sweeper.max_batch_size` Hydra calls this for each
+    batch."""
+    app.tally.runs, app.tally.until_limit = (app.tally.runs or 0) + len(jobs), cfg.until_limit
     if not terminal.out.quiet:
         _say_plan(jobs, folder)
     alone = cfg.order == "sequential"

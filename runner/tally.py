@@ -18,7 +18,7 @@ SKIPPED = ("invalid", "unsupported")  # statuses of runs that were not started
 
 class Tally:
     """Of one command of this process. runs: None where another program counts them. error: why the command cannot go on.
-    busy: whether one of its runs is being done."""
+    broken: whether an error of the program's own ended a run."""
 
     def __init__(self) -> None:
         self.runs: int | None = None
@@ -31,7 +31,7 @@ class Tally:
         self.compared: tuple[str, ...] = ()  # further keys in which compared runs differ
         self.folders: list[Path] = []  # of sweeps
         self.error: Exception | None = None
-        self.busy = False
+        self.broken = False
         self._failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
     def expect(self, by_name: Mapping[str, float]) -> None:

@@ -149,7 +149,8 @@ Feature = Literal["softcap", "v_head_dim", "kv_lengths"]
 class Kernel:
     """A local kernel. Shapes as in `Call`.
 
-    Callers use `forward` and `backward` (or, where the kernel `takes_whole`, what these call), which take and write tensors of any strides. A kernel has `attend` and `gradients`,
+    Callers use `forward` and `backward`, which take and write tensors of any strides, or what these call, where the kernel
+    `takes_whole` the call. A kernel has `attend` and `gradients`,
     which are spared what most kernels cannot do. There every tensor but lse has a contiguous last dim, `align` holds, and
     there are queries and keys. A dense call has no queries without keys, nor a call that `parts` divides. With a `pattern`, or
     if the kernel is `one_batch`, the tensors have a batch dim, also those of a packed call (1).

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
 from runner.config.values import CannotWrite, InvalidConfig, Refused, shown
+
+if TYPE_CHECKING:
+    from runner.ab import Ab
 
 PLAN = "multirun.yaml"  # what Hydra writes into a sweep's folder
 _stamps: dict[str, str] = {}  # by the folder that they stand in
@@ -76,9 +81,28 @@ def resumed(arguments: Sequence[str]) -> list[str]:
     if not path.is_file() or not path.stat().st_size:
         reason = f"no {PLAN} there; give the folder of a sweep, or resume=true with the sweep's overrides"
         raise InvalidConfig(f"resume={shown(folder)}: {reason}")
-    earlier = OmegaConf.select(OmegaConf.load(path), "hydra.overrides.task") or ()
-    both = [text for text in (*earlier, *arguments) if not text.startswith("resume=")]
-    return [*both, "resume=true", f"hydra.sweep.dir={folder}"]
+    given = OmegaConf.select(OmegaConf.load(path), "hydra.overrides")
+    earlier = [*given.hydra, *given.task]
+    both = [
+        text for text in (*earlier, *arguments) if not text.startswith(("resume=", "hydra.sweep.dir=", "hydra.mode="))
+    ]
+    return [*both, "resume=true", f"hydra.sweep.dir={quoted(folder)}"]
+
+
+def quoted(folder: str | Path) -> str:
+    """A folder as a value of Hydra's overrides."""
+    text = str(folder).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def again(folder: Path, arguments: Sequence[str], compared: Ab | None) -> str:
+    """What follows the command's name to go on with a sweep. compared: with `ab=`, which a sweep's folder does not know."""
+    if compared is None:
+        return shlex.join([f"resume={folder}"])
+    others = [
+        text for text in arguments if not text.startswith((f"{compared.key}=", "order=", "resume=", "hydra.sweep.dir="))
+    ]
+    return shlex.join([compared.text, *others, "resume=true", f"hydra.sweep.dir={quoted(folder)}"])
 
 
 def output(arguments: Sequence[str]) -> Path:

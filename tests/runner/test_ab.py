@@ -73,7 +73,7 @@ def test_there_is_a_verdict_for_each_combination_of_the_other_keys(tmp_path):
         clocks = [1.0, 1.1, 0.95]
         in_rounds(tmp_path, "math", seq_len, 10.0, clocks, 1)
         in_rounds(tmp_path, "flex", seq_len, ms, clocks if seq_len < 32768 else [0.9, 1.05, 1.1], 2)
-    lines = sorted(Ab("kernel", "kernel=math", "kernel=flex").verdicts(tmp_path))
+    lines = sorted(Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path))
     start = "kernel=flex against kernel=math:"
     assert lines[0].startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
     assert lines[1].startswith(f"seq_len=32768: {start} inconclusive") and lines[1].count("narrows it") == 1
@@ -85,7 +85,7 @@ def test_a_setting_that_failed_gets_no_verdict_but_its_reason(tmp_path):
     failed = result("zigzag", None, status="oom", reason="rank 1", kernel="flex", seq_len=8192)
     failed["environment"]["overrides"] = ["seq_len=8192", "kernel=flex", "order=interleaved"]
     results.write_result(tmp_path / failed["name"], failed)
-    assert Ab("kernel", "kernel=math", "kernel=flex").verdicts(tmp_path) == ["no verdict: kernel=flex is oom, rank 1"]
+    assert Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path) == ["no verdict: kernel=flex is oom, rank 1"]
 
 
 @pytest.mark.slow

@@ -224,3 +224,20 @@ def test_output_that_cannot_be_written_is_one_line(tmp_path):
     (line,) = done.stderr.splitlines()
     assert "standard output: No space left on device" in line
     assert done.returncode == 2 and len(results_in(tmp_path)) == 2
+
+
+def test_batches_of_hydras_sweeper_are_one_sweep_and_a_folder_in_use_keeps_its_plan(tmp_path):
+    given = ["-m", f"hydra.sweep.dir={tmp_path / 's (1)'}".replace("=", "='", 1) + "'", "attention=ring", *QUICK]
+    done = run(tmp_path, *given, "seq_len=64,128", "hydra.sweeper.max_batch_size=1")
+    assert done.returncode == 0 and len(results_in(tmp_path / "s (1)")) == 2, done.stderr
+    plan = tmp_path / "s (1)" / "multirun.yaml"
+    before = plan.read_bytes()
+    folders.lock(plan.parent)
+    try:
+        done = run(tmp_path, *given, "seq_len=256")
+    finally:
+        folders.begin()
+    assert done.returncode == 2 and "another sweep is writing there" in done.stderr
+    assert plan.read_bytes() == before
+    done = run(tmp_path, f"resume={plan.parent}", small=False)
+    assert done.returncode == 0 and done.stdout.count("kept from before") == 2, done.stderr
