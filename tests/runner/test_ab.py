@@ -85,7 +85,9 @@ def test_a_setting_that_failed_gets_no_verdict_but_its_reason(tmp_path):
     failed = result("zigzag", None, status="oom", reason="rank 1", kernel="flex", seq_len=8192)
     failed["environment"]["overrides"] = ["seq_len=8192", "kernel=flex", "order=interleaved"]
     results.write_result(tmp_path / failed["name"], failed)
-    assert Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path) == ["no verdict: kernel=flex is oom, rank 1"]
+    assert Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path) == [
+        "no verdict: kernel=flex is oom, rank 1"
+    ]
 
 
 @pytest.mark.slow
