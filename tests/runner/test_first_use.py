@@ -52,8 +52,6 @@ def test_the_first_command_of_the_readme_is_a_checked_and_timed_run(tmp_path):
         "Phases of forward",
         "exposed communication",
         "skew between ranks",
-        "wait_kv",
-        "other",
     ):
         assert words in " ".join(shown.split()) and words in " ".join(READING.split()), words
 
