@@ -1,10 +1,10 @@
-"""Real worlds for the tests, kept warm through the session."""
+"""Which tests run, how they are spread over workers, what they cost, and the worlds that they share."""
 
 import os
-import secrets
+import resource
+import subprocess
 import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -26,38 +26,33 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers have all cores already; a second thread of a small operation waits for one
 
-ROOT = Path(__file__).resolve().parent.parent
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
 from runner.launch.files import WorldSpec  # noqa: E402
 from runner.launch.outcome import Outcome  # noqa: E402
 from runner.launch.pool import Pool  # noqa: E402
 from runner.launch.processes import cores  # noqa: E402
+from tests.support.cpu import spent  # noqa: E402
 from tests.support.gpus import shared  # noqa: E402
-from tests.support.selection import SHARE, share  # noqa: E402
+from tests.support.paths import ROOT  # noqa: E402
 
-SLOW_S = 3  # a test that takes longer on an idle machine is marked `slow`
-SLOW_WEIGHT = 30  # others that take as long as a slow one
-BUDGET_S = 5 * SLOW_S  # that others may take: machines are busy, and the first test in a world starts the world
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+BUDGET_S = 30  # of CPU time, its children's included, that a test may take unless it is `nightly` or `gpu`
 GPU_S = 120  # that a test on a GPU may take, so that one which hangs leaves the machine to others
 GPU_WORLD_S = 240  # and one with worlds, which start and compile first
+LEFT_OUT = ("nightly", "gpu")  # unless they are asked for
+cpu_seconds: Counter[str] = Counter()  # by file
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Files of tests go to several workers, which have their own worlds; one more than cores, as workers mostly wait for the
-    processes that they start. GPUs are not shared."""
+    """One more than cores, as workers mostly wait for the processes that they start. GPUs are not shared."""
     return 0 if torch.cuda.is_available() else min(4, cores() + 1)
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--all", action="store_true", help="all cases of all tests; else a run of the whole suite takes a share of them"
-    )
-    parser.addoption("--quick", action="store_true", help="the first case of each test, without the slow tests")
-    parser.addoption("--budget", action="store_true", help=f"a test over {BUDGET_S} s that is not marked slow fails")
+    parser.addoption("--quick", action="store_true", help="the first case of each test of tests/unit")
     parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
     parser.addoption("--fuzz-overrides", type=int, default=20, help="command lines to try that nobody would write")
-    parser.addoption("--fuzz-seed", type=int, default=None, help="repeats the random calls of a run")
+    parser.addoption("--fuzz-seed", type=int, default=None, help="another seed of what is random than the commit's")
 
 
 def pytest_configure(config):
@@ -65,59 +60,77 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):
         vars(config.option).update(config.workerinput["common"])
         return
-    if config.getoption("fuzz_seed") is None:
-        config.option.fuzz_seed = secrets.randbelow(1 << 30)
+    if config.option.fuzz_seed is None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+        config.option.fuzz_seed = int(commit or "0", 16) % (1 << 30)
     named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    config.option.all |= named or bool(config.option.keyword or config.option.markexpr or config.option.quick)
+    config.option.everything = named or bool(config.option.keyword or config.option.markexpr)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
-    node.workerinput["common"] = {name: node.config.getoption(name) for name in ("fuzz_seed", "all")}
+    node.workerinput["common"] = {name: node.config.getoption(name) for name in ("fuzz_seed", "everything")}
 
 
 def pytest_report_header(config):
-    whole = "all that is named" if config.option.all else f"one case in {SHARE}, by the seed; --all takes all"
-    return f"--fuzz-seed {config.option.fuzz_seed}; {whole}"
+    return f"--fuzz-seed {config.option.fuzz_seed}"
 
 
 def pytest_collection_modifyitems(config, items):
     for item in items:
+        if "nightly" in item.path.parts:
+            item.add_marker("nightly")
         # Threads end what hangs in a call of CUDA, since no signal handler runs there. That ends the session, too.
         if item.get_closest_marker("gpu") and not item.get_closest_marker("timeout"):
             limit_s = GPU_WORLD_S if "pool" in item.fixturenames else GPU_S
             item.add_marker(pytest.mark.timeout(limit_s, method="thread"))
-    if not config.option.all:
-        tests = [(item.nodeid, item.get_closest_marker("slow") is not None) for item in items]
-        _keep(config, items, share(tests, config.option.fuzz_seed))
-    quick, no_gpu = config.getoption("quick"), not torch.cuda.is_available()
-    if quick or no_gpu:
-        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
-        chosen = {item.nodeid for item in first if not (quick and item.get_closest_marker("slow"))}
-        if not quick:  # without a GPU, the first case of a GPU test stands for its thousands of skipped cases
-            chosen |= {item.nodeid for item in items if not item.get_closest_marker("gpu")}
-        _keep(config, items, chosen)
-    # The longest files first, so that no worker is left with one at the end
-    weights: Counter[Path] = Counter()
-    for item in items:
-        weights[item.path] += SLOW_WEIGHT if item.get_closest_marker("slow") else 1
-    items.sort(key=lambda item: -weights[item.path])
+        # one worker has the worlds; of the others each takes whole files
+        item.add_marker(pytest.mark.xdist_group("worlds" if _in_worlds(item) else str(item.path.relative_to(ROOT))))
+    chosen = items
+    if not config.option.everything:
+        chosen = [item for item in chosen if not any(map(item.get_closest_marker, LEFT_OUT))]
+    if config.option.quick:
+        chosen = [item for item in chosen if "unit" in item.path.parts]
+        chosen = [*{item.nodeid.partition("[")[0]: item for item in reversed(chosen)}.values()][::-1]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    # what takes long first, so that no worker is left with it at the end
+    items[:] = sorted(chosen, key=lambda item: (not _in_worlds(item), "program" not in item.path.parts))
 
 
-def _keep(config, items, chosen):
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
-    items[:] = [item for item in items if item.nodeid in chosen]
+def _in_worlds(item) -> bool:
+    return "pool" in item.fixturenames
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    item.began_s = spent()
+    return (yield)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    limit_s = BUDGET_S * max(1.0, os.getloadavg()[0] / cores())  # by how many a core is shared
-    over = item.config.getoption("budget") and report.when == "call" and report.duration > limit_s
-    if over and report.passed and not any(map(item.get_closest_marker, ("slow", "gpu"))):
-        report.outcome = "failed"
-        report.longrepr = f"{report.duration:.1f} s: make it faster than {SLOW_S} s on an idle machine, or mark it slow"
+    if report.when == "teardown":
+        report.cpu_s = spent() - item.began_s
+        if report.cpu_s > BUDGET_S and report.passed and not any(map(item.get_closest_marker, LEFT_OUT)):
+            report.outcome = "failed"
+            report.longrepr = f"{report.cpu_s:.0f} CPU s, at most {BUDGET_S}: make it smaller, or mark it nightly"
     return report
+
+
+def pytest_runtest_logreport(report):
+    cpu_seconds[report.nodeid.partition("::")[0]] += getattr(report, "cpu_s", 0.0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if hasattr(config, "workerinput") or not cpu_seconds:
+        return
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    whole = sum(use.ru_utime + use.ru_stime for use in usage)
+    terminalreporter.section(f"{whole:.0f} CPU seconds, {sum(cpu_seconds.values()):.0f} of them in tests")
+    for file, seconds in cpu_seconds.most_common(30):
+        terminalreporter.write_line(f"{seconds:7.1f}  {file}")
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,145 @@
+"""The examples run as their first lines say."""
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+import attention
+from examples.inner_attention import InnerAttention
+from tests.support.paths import ROOT
+
+
+def run(*command):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_block_has_the_same_loss_and_gradients_on_one_rank_and_on_two():
+    pattern = r"(\d) ranks: loss ([\d.]+), gradient norm ([\d.]+)"
+    example = "examples/transformer_block.py"
+    alone = re.search(pattern, run(example))
+    both = re.search(pattern, run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", example))
+    assert (alone[1], both[1]) == ("1", "2")
+    for i in (2, 3):
+        assert float(both[i]) == pytest.approx(float(alone[i]), abs=2e-6)
+
+
+RUNS = {
+    "train alone": (None, "examples/huggingface_train.py", "--steps", "3"),
+    "train": (2, "examples/huggingface_train.py", "--steps", "3"),
+    "generate alone": (None, "examples/huggingface_generate.py", "--new", "6"),
+    "generate": (2, "examples/huggingface_generate.py", "--new", "6"),
+    "readme": (2, "train.py"),
+    "data parallel": (2, "examples/fsdp2_train.py", "--context-parallel", "1"),
+    "context parallel": (2, "examples/fsdp2_train.py"),
+    "inner attention": (2, "examples/inner_attention.py"),
+}
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """What each of RUNS printed on its ranks; those that need transformers are left out without it."""
+    folder = tmp_path_factory.mktemp("readme")
+    (code,) = re.findall(r"```python\n(# train\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (folder / "train.py").write_text(code)
+    runs = RUNS if find_spec("transformers") else dict(list(RUNS.items())[5:])
+    paths = {"train.py": str(folder / "train.py")}
+    plan = [[ranks and free_port(), *(paths.get(x, x) for x in command)] for ranks, *command in runs.values()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.examples", str(rank), "2", json.dumps(plan)],
+            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = dict.fromkeys(runs, "")
+    for rank in ranks:
+        out, errors = rank.communicate(timeout=200)
+        assert rank.returncode == 0, errors
+        for number, text in re.findall(r"^run (\d+)\n(.*?)(?=^run |\Z)", out, re.DOTALL | re.MULTILINE):
+            found[list(runs)[int(number)]] += text
+    return found
+
+
+def numbers(pattern, text):
+    return [float(x) for x in re.findall(pattern, text, re.MULTILINE)]
+
+
+TRANSFORMERS = pytest.mark.skipif(
+    find_spec("transformers") is None, reason="transformers is not installed: pip install -e '.[huggingface]'"
+)
+
+
+@TRANSFORMERS
+@pytest.mark.slow
+def test_the_readme_trains_a_model_of_transformers_as_written(printed):
+    losses = numbers(r"^[01] (\S+)$", printed["readme"])
+    assert len(losses) == 2
+    assert sum(losses) == pytest.approx(math.log(32000), rel=0.05)  # of a random model
+
+
+@TRANSFORMERS
+@pytest.mark.slow
+def test_a_model_of_transformers_has_the_same_falling_loss_on_one_rank_and_on_two(printed):
+    alone, both = (numbers(r"loss (\S+)$", printed[name]) for name in ("train alone", "train"))
+    assert both == pytest.approx(alone, abs=2e-5)
+    assert len(both) == 3
+    assert both[2] < both[0] - 0.1
+
+
+@TRANSFORMERS
+@pytest.mark.slow
+def test_generation_gives_the_same_tokens_from_half_the_keys_on_each_of_two_ranks(printed):
+    pattern = r"(\d) ranks, (\d+) bytes of keys and values each: (\[.*\])"
+    alone, both = (re.search(pattern, printed[name]).groups() for name in ("generate alone", "generate"))
+    assert both[2] == alone[2]
+    assert int(both[1]) == pytest.approx(int(alone[1]) / 2, rel=0.05)
+
+
+@pytest.mark.slow
+def test_fsdp_has_the_same_loss_with_context_parallel_ranks_as_with_data_parallel_ones(printed):
+    data, context = (numbers(r"loss (\S+)$", printed[name]) for name in ("data parallel", "context parallel"))
+    assert context == pytest.approx(data, abs=2e-5)
+    assert len(context) == 5
+    assert context[4] < context[0] - 0.1
+
+
+@pytest.mark.slow
+def test_an_inner_attention_has_the_out_and_gradients_of_one_rank_also_on_packed_documents(printed):
+    found = re.findall(r"2 ranks, (\w+): .* (\d\.\de-\d+), .* (\d\.\de-\d+)", printed["inner attention"])
+    assert [name for name, *_ in found] == ["batch", "packed"]
+    assert max(float(x) for _, *errors in found for x in errors) < 2e-6
+
+
+def test_an_inner_attention_refuses_what_does_not_go_together():
+    inner = InnerAttention(attention.make("dense"))
+    q, k = torch.zeros(1, 8, 4, 16), torch.zeros(1, 8, 2, 16)
+    assert inner(q, k, k, enable_gqa=True).shape == q.shape
+    for given, message in (
+        ((q, k, k), "4 heads of q, 2 of k: give enable_gqa=True"),
+        ((q[0], q[0], q[0]), r"\[T, H, D\] needs them"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            inner(*given)
+    with pytest.raises(ValueError, match="attention_masks is a Tensor"):
+        inner(q, q, q, attention_masks=q)

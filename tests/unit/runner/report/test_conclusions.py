@@ -1,0 +1,194 @@
+"""Conclusions: each says what the data allow, and nothing where they do not."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from runner.report.conclusions import (
+    against_external,
+    bound,
+    cases,
+    conclusions,
+    failed,
+    fastest,
+    held_back,
+    limit,
+    noise,
+)
+from runner.report.labels import labels
+from runner.report.runs import Run, read
+from tests.support.paths import RESULTS
+from tests.support.recorded import result, written
+
+
+def runs(folder: Path, *values: dict) -> list[Run]:
+    return read([written(folder, *values)])
+
+
+def texts(found: list[Run], about: str, which: str = "total") -> list[str]:
+    return conclusions(found, which).get(about, [])
+
+
+def spreading(value: dict, share: float) -> dict:
+    """The intervals of the medians reach so far to both sides."""
+    for times in value["timing"]["passes"].values():
+        times["ci95"] = [times["median"] * (1 - share), times["median"] * (1 + share)]
+    return value
+
+
+def phased(value: dict, compute: float, wait: float, ms: float = 10.0) -> dict:
+    about = {"compute_share": compute, "communication_share": wait, "other_ms": ms * (1 - compute - wait)}
+    phases = {"comp_block": {"share": compute}, "wait_kv": {"share": wait}, "comm_kv": {"share": 0.9}}
+    value["phases"] = {"forward": {"exposed_communication_ms": ms * wait, "total_ms": ms, "phases": phases, **about}}
+    return value
+
+
+def test_the_fastest_of_each_workload_and_by_how_much(tmp_path):
+    values = [
+        result(name, ms * s / 8192, seq_len=s) for s in (8192, 16384) for name, ms in (("ring", 3), ("zigzag", 2))
+    ]
+    values.append(result("ulysses", 3, seq_len=32768))  # alone in its workload
+    assert texts(runs(tmp_path, *values), "fastest") == [
+        "zigzag is the fastest in all 2 comparisons: the next takes 1.50 times as long."
+    ]
+
+
+def test_who_is_fastest_may_change_with_the_length(tmp_path):
+    pairs = ((8192, 2.0, 4.0), (16384, 6.0, 5.0))
+    values = [
+        result(name, ms, seq_len=s) for s, *two in pairs for name, ms in zip(("ring", "zigzag"), two, strict=True)
+    ]
+    assert texts(runs(tmp_path, *values), "fastest") == [
+        "ring is the fastest at S = 8,192: the next takes 2.00 times as long.",
+        "zigzag is the fastest at S = 16,384: the next takes 1.20 times as long.",
+    ]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2])
+def test_medians_whose_spreads_overlap_are_not_told_apart(tmp_path, share):
+    values = [spreading(result(name, ms), share) for name, ms in (("ring", 2.2), ("zigzag", 2.0), ("ulysses", 9.0))]
+    (text,) = texts(runs(tmp_path, *values), "fastest")
+    even = "ring and zigzag cannot be told apart in this comparison: the spreads of their medians overlap."
+    ahead = "zigzag is the fastest in this comparison: the next takes 1.10 times as long."
+    assert text == (even if share == 0.2 else ahead)
+
+
+def test_a_time_without_a_spread_wins_nothing(tmp_path):
+    values = [result("ring", 2.0), result("zigzag", 1.0)]
+    values[1]["timing"]["passes"]["total"] |= {"ci95": None, "p10": None, "p90": None}
+    assert "cannot be told apart" in texts(runs(tmp_path, *values), "fastest")[0]
+
+
+def test_runs_of_several_commits_are_not_compared(tmp_path):
+    values = [result("ring", 2.0), result("zigzag", 1.0)]
+    for value, commit in zip(values, "ab", strict=True):
+        value["environment"]["git"] = {"commit": commit * 40, "dirty": False}
+    assert texts(runs(tmp_path, *values), "fastest") == []
+
+
+def test_times_of_different_methods_are_not_compared(tmp_path):
+    values = [result(name, ms) for name, ms in (("ring", 2.0), ("zigzag", 1.0))]
+    values[1]["experiment"]["timing"]["method"] = "profiler"
+    assert texts(runs(tmp_path, *values), "fastest") == []
+
+
+def test_of_a_run_done_twice_the_later_one_counts(tmp_path):
+    values = [result("ring", 1.0, started_at=1.0), result("ring", 4.0, started_at=2.0), result("zigzag", 2.0)]
+    (case,) = cases(runs(tmp_path, *values), "total")
+    assert [run.ms("total") for run in case.runs] == [6.0, 12.0]
+
+
+def test_the_fastest_external_package_against_the_fastest_of_ours(tmp_path):
+    values = [result("ring", 2), result("zigzag", 1.5), result("rfa_zigzag", 3), result("torch_cp", 4)]
+    assert against_external(cases(runs(tmp_path / "a", *values), "total")) == [
+        "The fastest external package takes 2.00 times as long as the fastest of ours in this comparison."
+    ]
+    assert against_external(cases(runs(tmp_path / "b", *values[:2]), "total")) == []
+    near = [spreading(result(name, ms), 0.1) for name, ms in (("ring", 2), ("rfa_zigzag", 2.1))]
+    (text,) = against_external(cases(runs(tmp_path / "c", *near), "total"))
+    assert "takes 1.05 times" in text and text.endswith("; the spreads overlap.")
+
+
+def test_what_binds_a_run_by_its_phases(tmp_path):
+    values = [phased(result(name, 2), *shares) for name, shares in {
+        "ring": (0.3, 0.6), "zigzag": (0.9, 0.05), "usp": (0.8, 0.1), "ulysses": (0.2, 0.1), "stripe": (0.4, 0.4)}.items()]  # fmt: skip
+    assert bound(runs(tmp_path, *values)) == [
+        "2 of 5 runs with phases are compute-bound: compute takes 80% to 90% of the recorded time.",
+        "1 of 5 runs with phases is communication-bound: compute waits for communication 60% of the recorded time.",
+        "1 of 5 runs with phases is bound by CPU launch overhead and gaps: these take 70% of the recorded time.",
+        "1 of 5 runs with phases is without a single bottleneck: none takes more than half of the recorded time.",
+    ]
+    assert bound(runs(tmp_path / "without", result("ring", 2))) == []
+
+
+def test_what_holds_a_run_back_is_its_largest_wait_not_a_transfer(tmp_path):
+    values = [phased(result("ring", 2), 0.3, 0.6), phased(result("zigzag", 2), 0.97, 0.03)]
+    found = runs(tmp_path, *values)
+    assert held_back(found, labels(found)) == [
+        "waiting for kv (wait_kv): up to 60% of the forward, in ring (S 32,768, W 4).",
+        "launch overhead and gaps: up to 10% of the forward, in ring (S 32,768, W 4).",
+    ]
+    (fine,) = (run for run in found if run.attention == "zigzag")
+    assert held_back([fine], labels(found)) == []
+
+
+@pytest.mark.parametrize("sol, said", [(0.75, ""), (1.2, " Above 100%: the measured rate is too low.")])
+def test_how_near_the_fastest_comes_to_the_measured_rate(tmp_path, sol, said):
+    values = [result("ring", 2), result("zigzag", 1)]
+    for value, share in zip(values, (0.1, sol), strict=True):
+        value["metrics"]["passes"]["total"] |= {"sol": share, "limited_by": "compute"}
+    assert texts(runs(tmp_path, *values), "limit") == [
+        f"The fastest run works at {sol:.0%} of the compute rate that was measured on this machine.{said}"
+    ]
+    assert limit([]) == []
+
+
+def test_noise_names_the_worst_run(tmp_path):
+    values = [result("ring", 2), result("zigzag", 1), result("ulysses", 1)]
+    found = runs(tmp_path / "quiet", *values)
+    assert noise(found, labels(found), "total") == [
+        "No timed run is noisy: the interquartile range is 1.0% of the median, typically."
+    ]
+    for value, share in zip(values, (0.07, 7.0, 0.01), strict=True):
+        value["timing"]["passes"]["total"] |= {"iqr_over_median": share, "noisy": share > 0.05, "trend": share > 1}
+    found = runs(tmp_path / "noisy", *values)
+    assert noise(found, labels(found), "total") == [
+        "2 of 3 timed runs are noisy: the interquartile range is above 5% of the median, at most 700% in zigzag (S 32,768, W 4).",
+        "In 1 run the times rose or fell while they were taken.",
+    ]
+
+
+def test_failures_are_counted_by_reason(tmp_path):
+    values = [result("ring", 1)]
+    values += [result("usp", None, seq_len=s, status="unsupported", reason="not\ninstalled") for s in (1, 2)]
+    values += [result(f"rfa_{i}", None, status="oom", reason=f"rank {i}") for i in range(6)]
+    found = runs(tmp_path, *values)
+    lines = failed(found, labels(found))
+    assert lines[:2] == ["8 of 9 runs failed or could not be done.", "2 unsupported: not installed"]
+    assert lines[-1] == "4 more reasons; the last section has all." and len(lines) == 5
+    assert failed(found[:0], {}) == []
+
+
+def test_stored_results_give_their_known_conclusions():
+    said = {text for found in conclusions(read([RESULTS / "h200-x4" / "variants"])).values() for text in found}
+    assert "zigzag sdpa_cudnn is the fastest at W = 2: the next takes 1.04 times as long." in said
+    assert "ulysses sdpa_cudnn is the fastest at W = 4: the next takes 1.06 times as long." in said
+    said = {text for found in conclusions(read([RESULTS / "h200-x1" / "kernels"])).values() for text in found}
+    assert (
+        "flash4 and sdpa_cudnn cannot be told apart in 6 of 24 comparisons: the spreads of their medians overlap."
+        in said
+    )
+    assert "32 of 168 runs failed or could not be done." in said
+
+
+def test_a_winner_of_stored_results_is_one_that_no_other_run_comes_near():
+    for folder in ("h200-x4/speed", "h200-x2/speed", "h200-x4/varlen"):
+        found = read([RESULTS / folder])
+        named = labels(found)
+        for case in cases(found, "total"):
+            (text,) = fastest([case], named)
+            won = re.match(r"(.*) is the fastest", text)
+            upper = case.runs[0].passes["total"].ci95
+            rivals = [run.passes["total"].ci95 for run in case.runs[1:]]
+            assert bool(won) == all(upper[1] < ends[0] for ends in rivals), text

@@ -1,0 +1,102 @@
+"""Two settings of one key: what `ab=` stands for, what it refuses, and its verdict."""
+
+import random
+
+import pytest
+
+from runner import ab, rounds
+from runner.ab import Ab
+from runner.config import overrides
+from runner.config.values import InvalidConfig
+from runner.measure.statistics import of_ranks
+from runner.output import results
+from tests.support.command import run
+from tests.support.recorded import result
+
+
+@pytest.mark.parametrize(
+    ("given", "written", "first", "second"),
+    [
+        (["ab=kernel:sdpa_flash,math"], ["kernel=sdpa_flash,math"], "kernel=sdpa_flash", "kernel=math"),
+        (["seq_len=1,2", "ab=attention:ring,zigzag"], ["seq_len=1,2", "attention=ring,zigzag"], "attention=ring", "attention=zigzag"),
+        (["ab=window:[512,0],[64,0]"], ["window=[512,0],[64,0]"], "window=[512,0]", "window=[64,0]"),
+        (["ab=launch.env:{A:1},{A:2}"], ["launch.env={A:1},{A:2}"], "launch.env={A:1}", "launch.env={A:2}"),
+    ],
+)  # fmt: skip
+def test_it_is_a_sweep_over_two_values_that_take_turns(given, written, first, second):
+    found, compared = ab.expand(given)
+    assert found == [*written, "order=interleaved"] and (compared.first, compared.second) == (first, second)
+    assert overrides.count(found) == (4 if "seq_len=1,2" in given else 2)
+    jobs = [[text, "order=interleaved"] for text in (compared.first, compared.second)]
+    assert rounds.groups(jobs, [compared.key]) == [[0, 1]]
+    assert ab.expand(["kernel=math", "order=auto"]) == (["kernel=math", "order=auto"], None)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["ab=kernel"], "ab=kernel: must be ab=KEY:FIRST,SECOND; for instance ab=kernel:sdpa_flash,math"),
+        (["ab=kernel:math"], "must be ab=KEY:FIRST,SECOND"),
+        (["ab=kernel:math,flex,sdpa_flash"], "must be ab=KEY:FIRST,SECOND"),
+        (["ab=kernel:math,math"], "both values are the same; seed is one to see the noise"),
+        (["ab=hydra.sweep.dir:a,b"], "no setting of a run"),
+        (["ab=kernel:math,flex", "ab=seed:1,2"], "one key is compared; sweep over the other one"),
+        (["ab=kernel:math,flex", "kernel=flex"], "kernel=flex: ab=kernel:math,flex gives both values; leave it out"),
+        (["ab=kernel:math,flex", "order=sequential"], "order=sequential: the runs of ab= take turns"),
+        (["ab=kernel:math,flex", "hydra/launcher=joblib"], "hydra/launcher=joblib: the runs of ab= take turns"),
+    ],
+)
+def test_what_it_cannot_compare_is_refused_in_a_line(given, why):
+    with pytest.raises(InvalidConfig) as refused:
+        ab.expand(given)
+    assert why in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_key_that_no_run_has_is_refused_with_the_nearest():
+    found, _ = ab.expand(["ab=kernle:math,flex"])
+    assert "kernle: not a key; did you mean kernel" in overrides.problem(found)
+
+
+def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float], seed: int) -> None:
+    draw = random.Random(seed)
+    by_round = [[clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for _ in range(7)] for clock in clocks]
+    samples = [{"forward": [ms for one in by_round for ms in one]}]
+    value = result("zigzag", ms, kernel=kernel, seq_len=seq_len)
+    value["timing"] |= of_ranks(samples, 0.0)
+    value["environment"]["overrides"] = [f"seq_len={seq_len}", f"kernel={kernel}", "order=interleaved"]
+    results.write_result(folder / value["name"], value)
+    results.write_samples(folder / value["name"] / "samples.parquet", samples, [7] * len(clocks))
+
+
+def test_there_is_a_verdict_for_each_combination_of_the_other_keys(tmp_path):
+    for seq_len, ms in ((8192, 12.0), (16384, 10.05), (32768, 10.05)):
+        clocks = [1.0, 1.1, 0.95]
+        in_rounds(tmp_path, "math", seq_len, 10.0, clocks, 1)
+        in_rounds(tmp_path, "flex", seq_len, ms, clocks if seq_len < 32768 else [0.9, 1.05, 1.1], 2)
+    lines = sorted(Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path))
+    start = "kernel=flex against kernel=math:"
+    assert lines[0].startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
+    assert lines[1].startswith(f"seq_len=32768: {start} inconclusive") and lines[1].count("narrows it") == 1
+    assert lines[2].startswith(f"seq_len=8192: {start} slower, +1")
+
+
+def test_a_setting_that_failed_gets_no_verdict_but_its_reason(tmp_path):
+    in_rounds(tmp_path, "math", 8192, 10.0, [1.0, 1.0], 1)
+    failed = result("zigzag", None, status="oom", reason="rank 1", kernel="flex", seq_len=8192)
+    failed["environment"]["overrides"] = ["seq_len=8192", "kernel=flex", "order=interleaved"]
+    results.write_result(tmp_path / failed["name"], failed)
+    assert Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path) == [
+        "no verdict: kernel=flex is oom, rank 1"
+    ]
+
+
+@pytest.mark.slow
+def test_the_command_line_ends_with_the_verdict(tmp_path):
+    done = run(
+        tmp_path, "ab=timing.layers:1,4", "phases=false", "baseline=none", "mode=forward", "timing.timing_runs=9"
+    )
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if " against " in line]
+    assert line.startswith("timing.layers=4 against timing.layers=1: ") and done.stdout.count("round 2 of 3") >= 2
+    refused = run(tmp_path, "ab=kernel:math")
+    assert refused.returncode == 2 and refused.stderr.startswith("invalid: ab=kernel:math: must be ab=KEY:")

@@ -1,0 +1,124 @@
+"""Where a number was made: the commit, also of a copy without its history, and the machine."""
+
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runner import app, environment
+from runner.config.values import InvalidConfig
+from runner.environment import commit_text
+from runner.launch.files import WorldSpec
+from tests.jobs import program
+from tests.support.composing import resolved
+from tests.support.paths import ROOT
+
+
+def git_of(folder, **variables):
+    """What a copy of the program in `folder` says of its commit."""
+    code = "import json; from runner import environment; print(json.dumps(environment.host()['git']))"
+    return said(folder, "-c", code, **variables)
+
+
+def said(folder, *arguments, **variables):
+    env = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "GIT_CONFIG_GLOBAL": "/dev/null", **variables}
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def copied(tmp_path):
+    (tmp_path / "runner").mkdir()
+    for name in ("__init__.py", "environment.py"):
+        shutil.copy(ROOT / "runner" / name, tmp_path / "runner")
+    shutil.copy(ROOT / ".gitignore", tmp_path)
+    return tmp_path
+
+
+def git(folder, *arguments):
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
+    started = time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 0 <= environment.period(started)["seconds"] < 60
+
+
+def test_a_copy_without_its_history_says_that_its_commit_is_unknown_or_what_it_was_told(copied):
+    assert git_of(copied) == '{"commit": null, "dirty": null, "source": null}'
+    for text, dirty in (("abc", "null"), ("abc dirty", "true"), ("abc\nclean", "false")):
+        (copied / "runner" / "COMMIT").write_text(text)
+        assert git_of(copied) == f'{{"commit": "abc", "dirty": {dirty}, "source": "runner/COMMIT"}}'
+
+
+def test_a_checkouts_stamp_goes_with_a_copy_of_it(copied):
+    git(copied, "init", "-q")
+    git(copied, "add", "-A")
+    git(copied, "commit", "-qm", "all")
+    assert '"dirty": false, "source": "git"' in git_of(copied)
+    stamp = copied / "runner" / "COMMIT"
+    stamp.write_text(said(copied, "-m", "runner.environment"))
+    commit = stamp.read_text().split()[0]
+    assert stamp.read_text() == f"{commit} clean"  # the stamp itself is no change
+    (copied / "new.py").write_text("")
+    assert '"dirty": true' in git_of(copied)
+    assert said(copied, "-m", "runner.environment") == f"{commit} dirty"
+    shutil.rmtree(copied / ".git")
+    assert git_of(copied) == f'{{"commit": "{commit}", "dirty": false, "source": "runner/COMMIT"}}'
+
+
+@pytest.mark.parametrize(
+    ("git", "text"),
+    [
+        (None, "commit unknown"),
+        ({"commit": None, "dirty": None, "source": None}, "commit unknown"),
+        ({"commit": "0123456789ab", "dirty": None}, "commit 0123456789, uncommitted changes unknown"),
+        ({"commit": "0123456789ab", "dirty": True}, "commit 0123456789, with uncommitted changes"),
+        ({"commit": "0123456789ab", "dirty": False}, "commit 0123456789"),
+    ],
+)
+def test_tables_say_what_is_known_of_the_commit(git, text):
+    assert commit_text(git) == text
+
+
+@pytest.mark.slow
+def test_a_worlds_ranks_get_the_variables_of_launch_env(pool):
+    given = (("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("TORCH_NCCL_HIGH_PRIORITY", "1"))
+    outcome = pool.get(WorldSpec(1, "cpu", env=given)).call(program.variables, {"names": [n for n, _ in given]})
+    assert outcome.result == [["8", "1"]]
+
+
+def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers():
+    spec = resolved("launch.env={NCCL_CGA_CLUSTER_SIZE:1,TORCH_NCCL_HIGH_PRIORITY:1}")
+    assert app._variables(spec) == {"NCCL_CGA_CLUSTER_SIZE": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    assert app._variables(resolved("launch.env=null")) == {}
+    for given, said in (
+        ("{RANK:1}", "launcher's own"),
+        ("{MY_TOKEN:1}", "secret outside"),
+        ("{1a:1}", "variable's name"),
+        ("{A:[1]}", "a text"),
+        ("3", "null or {NAME:value,..}"),
+    ):
+        with pytest.raises(InvalidConfig, match=said):
+            resolved(f"launch.env={given}")
+
+
+def test_a_machine_of_several_kinds_of_gpus_has_the_memory_of_its_largest(tmp_path, monkeypatch):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nprintf 'GPU-a, 4096\\nGPU-b, 81920\\nGPU-c, [N/A]\\n'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert environment.gpu_memory_bytes.__wrapped__() == 80 << 30
+
+
+def test_machines_are_told_apart_without_saying_which_they_are():
+    host = environment.host()
+    for key, path in (("machine_id", "/etc/machine-id"), ("boot_id", "/proc/sys/kernel/random/boot_id")):
+        if host[key] is not None:
+            assert len(host[key]) == 12 and host[key] not in Path(path).read_text()
+    assert host["boot_id"] is not None or sys.platform != "linux"

@@ -1,0 +1,173 @@
+"""The plan of a command before it starts, in this process and without a world; where a sweep is while it runs."""
+
+import shutil
+import time
+
+import pytest
+
+from runner import app, environment, plan, sweep
+from runner.config import overrides
+from runner.config.resolve import identity, run_name
+from runner.config.values import UnsupportedHere
+from runner.launch.processes import cores
+from runner.measure import duration, kernels, metrics
+from runner.output import display, reader, results
+from runner.tally import Tally
+from tests.support.composing import configured, resolved
+from tests.support.paths import ROOT
+from tests.support.recorded import measured
+
+CPU = ["hardware=cpu", "config=tiny", "world_size=2", "seed=3"]
+
+
+@pytest.fixture
+def planned(tmp_path, monkeypatch):
+    """Plans a command with dry_run=true, which leaves nothing in its output folder."""
+    shown = []
+    show = plan.show
+    monkeypatch.setattr(plan, "show", lambda found: (shown.append(found), show(found)))
+
+    def run(*given, multirun=True):
+        before = set(tmp_path.rglob("*"))
+        plan.dry_run([*CPU, f"output={tmp_path}", *given], multirun)
+        assert set(tmp_path.rglob("*")) == before
+        assert not app.pool.worlds
+        return shown.pop()
+
+    return run
+
+
+def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planned, capsys):
+    found = planned("attention=ring,zigzag", "seq_len=256,510", "kernel=math,flash2", "causal=true")
+    by_run = {run.overrides[-4:]: run for run in found.runs}
+    assert found.of == len(found.runs) == len(by_run) == 8
+    for (variant, length, kernel, _), run in by_run.items():
+        about = ("hardware=cpu", "config=tiny", "world_size=2", variant, length)
+        if (variant, length) == ("attention=zigzag", "seq_len=510"):
+            assert (run.state, run.flops, run.seconds) == ("invalid", None, 0)
+            assert run.reason.startswith(
+                "seq_len=510: the zigzag layout needs a multiple of 2 * world_size = 4; 512 would"
+            )
+        elif kernel == "kernel=flash2":
+            assert run.state == "unsupported" and "kernel=flash2: " in run.reason and "sdpa_flash" in run.reason
+        else:
+            assert run.state == plan.TO_DO and run.seconds > 0 and run.basis.startswith("FLOPs (")
+            assert run.flops == metrics.flops(resolved(*about))["total"]
+            assert run.name == run_name(configured(*about, kernel, "seed=3"), 0)
+    starting, *warm = [run.seconds for run in found.runs if run.seconds]
+    least = duration.start_s(resolved(*CPU))
+    assert starting > least and len(warm) == 2  # one world for all
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Plan: 8 runs: 5 impossible, " in said and "estimated by FLOPs (" in said
+    assert "seq_len=510" in said and "invalid" in said and "unsupported" in said  # the rows of the table
+
+
+def test_an_experiments_own_sweep_is_planned(planned):
+    found = planned("+experiment=tiny_variants", "attention=dense,usp")
+    assert [run.state for run in found.runs] == [plan.TO_DO] * 2
+    assert [run.name.split("_")[0] for run in found.runs] == ["dense", "usp"]
+
+
+def test_a_single_run_is_planned_too(planned, capsys):
+    (run,) = planned(multirun=False).runs
+    assert run.state == plan.TO_DO and "Plan: 1 run: " in capsys.readouterr().out
+    (run,) = planned(f"world_size={33 * cores()}", f"seq_len={66 * cores()}", "attention=ring", multirun=False).runs
+    assert run.state == "invalid" and "cores, which take at most" in run.reason
+    if not environment.gpu_count():
+        (run,) = planned("hardware=cuda", multirun=False).runs
+        assert run.state == "unsupported" and "this machine has 0; hardware=cpu would work" in run.reason
+    (run,) = planned("mask=chunked", "attention=balanced", "mask.chunk=64", multirun=False).runs
+    assert run.state == plan.TO_DO and run.basis.startswith("FLOPs (")
+    (run,) = planned("model=decoder_tiny", multirun=False).runs
+    assert run.flops == metrics.flops(resolved(*CPU, "model=decoder_tiny"))["total"]
+
+
+@pytest.mark.slow
+def test_a_resumed_sweep_keeps_what_is_ok_with_all_its_rounds(planned, tmp_path):
+    for variant, done in (("ring", 3), ("zigzag", 1), ("ulysses", 3)):
+        cfg = configured(*CPU, f"attention={variant}")
+        value = measured(run_name(cfg, 0)) | {"key": identity(cfg)}
+        value["status"] = "incorrect" if variant == "ulysses" else "ok"
+        value["timing"]["rounds"] = {"done": done, "of": 3, "drift": {}, "by_round": [{"samples": 1}]}
+        results.write_result(tmp_path / "sweep" / value["name"], value)
+    given = ["attention=ring,zigzag,ulysses", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    found = planned(*given, "resume=true")
+    assert [run.state for run in found.runs] == [plan.KEPT, plan.TO_DO, plan.TO_DO]  # one lacks rounds, one failed
+    assert found.runs[0].seconds == 0 and "1 done before" in found.line()
+    assert plan.KEPT not in [run.state for run in planned(*given).runs]
+
+
+STORED = ROOT / "results" / "cpu-x2" / "model_sharded"  # packed
+
+
+@pytest.mark.parametrize("key", [None, "0" * 8])
+def test_stored_runs_are_kept_whatever_their_limits_were_and_an_earlier_version_named_them(planned, tmp_path, key):
+    shutil.copytree(STORED, tmp_path / "sweep")
+    if key is not None:
+        for name, value in reader.packed_results(STORED).items():
+            named = {"key": key, "name": name.replace(value["key"], key)}
+            results.write_result(tmp_path / "sweep" / named["name"], value | named)
+        (tmp_path / "sweep" / "results.parquet").unlink()
+    given = ["+experiment=model_sharded", "world_size=1,2,4", "config=default", "seed=null", "resume=true"]
+    found = planned(*given, "launch.timeout_s=900", f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    assert [run.state for run in found.runs] == [plan.KEPT] * 3
+
+
+def test_before_a_sweep_the_plan_is_a_line_that_the_time_limits(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(app, "tally", Tally())
+    jobs = overrides.jobs([*CPU, "attention=ring", "seq_len=256,512"])
+    monkeypatch.setattr(sweep, "PLAN_S", 100.0)
+    sweep._say_plan(jobs, tmp_path)
+    assert len(app.tally.expected) == 2 and min(app.tally.expected.values()) > 0
+    monkeypatch.setattr(sweep, "PLAN_S", 0.0)
+    sweep._say_plan(jobs, tmp_path)
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("Plan: 2 runs: ") and second.startswith("Plan: 2 runs; the first 1 of them: ")
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [(["kernel=xformers"], "kernel=xformers"), (["mask=chunked", "mask.chunk=64", "kernel=flash3"], "kernel=flash3")],
+)
+def test_kernels_that_cannot_are_refused_without_a_world(given, what):
+    with pytest.raises(UnsupportedHere, match=what):
+        kernels.check(resolved(*CPU, "attention=ring", *given))
+    kernels.check(resolved(*CPU, "attention=ring", *given, "kernel=auto"))
+
+
+def test_a_model_that_takes_a_cpu_more_than_minutes_is_refused_with_the_way_out(planned):
+    large = ["model=gpt_oss_layer", "config=large", "attention=ring", "mode=training"]
+    (run,) = planned(*large, multirun=False).runs
+    assert run.state == "unsupported" and "check.enabled=false, fewer layers" in run.reason
+    (run,) = planned(*large, "launch.timeout_s=1e9", multirun=False).runs
+    assert run.state == plan.TO_DO and run.seconds > duration.MOST_CPU_S
+
+
+def test_the_time_left_follows_what_the_runs_took():
+    tally = Tally()
+    assert tally.counts() == ""
+    tally.runs, tally.started = 4, time.monotonic() - 30
+    assert tally.counts() == "0 done, 0 failed, 0 skipped"
+    tally.over("a", None, 0.5)
+    assert tally.seconds_left() == pytest.approx(30 / 0.5 * 3.5, rel=0.01)
+    tally.over("a", "ok", 0.5)
+    tally.over("b", "invalid", ran=False)
+    assert tally.counts() == "1 done, 0 failed, 1 skipped, about 60 s left"
+    tally.over("c", "crash")
+    assert tally.counts() == "1 done, 1 failed, 1 skipped, about 15 s left"
+    tally.over("d", "ok")
+    assert tally.counts() == "2 done, 1 failed, 1 skipped"
+
+    tally = Tally()
+    tally.runs, tally.started = 3, time.monotonic() - 30
+    tally.expect({"a": 10.0, "b": 40.0, "c": 0.0})
+    assert tally.seconds_left() == 50
+    tally.over("c", "ok", ran=False)
+    tally.over("a", "ok")
+    assert tally.seconds_left() == pytest.approx(120, rel=0.01)  # three times as slow as planned
+
+
+def test_the_spinner_shows_the_run_the_counts_and_the_phase():
+    progress = display.Progress("ring, 2 ranks", 1e9, "run 3 of 12, 40 s", lambda: "2 done, 0 failed, 0 skipped")
+    assert progress.text("timing") == "run 3 of 12 (2 done, 0 failed, 0 skipped): ring, 2 ranks: timing"
+    assert display.Progress("ring", 1e9).text("timing") == "ring: timing"

@@ -1,0 +1,55 @@
+"""Every command of docs/reading.md and docs/troubleshooting.md is one that the program accepts. `test_first_use.py` looks for the
+words that the guide reads in what a run prints."""
+
+import re
+import shlex
+
+import pytest
+
+from runner import ab, compare
+from runner.config import overrides
+from runner.report import command as report
+from tests.support.composing import resolved
+from tests.support.paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = {name: (DOCS / name).read_text() for name in ("reading.md", "troubleshooting.md")}
+COMMAND = re.compile(r"python -m runner(?:\.(\w+))?((?: [^`#\n]*)?)")
+PARSERS = {"compare": compare._parser, "report": report._parser}
+GPUS = 8
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Those of both pages: the module, empty for a run, and its arguments."""
+    found = [match for text in PAGES.values() for match in COMMAND.findall(text)]
+    return [(module, shlex.split(arguments)) for module, arguments in found]
+
+
+@pytest.mark.slow
+def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
+    assert len(commands()) >= 35
+    for module, arguments in commands():
+        if module in PARSERS:
+            PARSERS[module]().parse_args(arguments)
+        elif module in ("", "catalog", "predict", "max_seq"):
+            flags, given = overrides.split(arguments)
+            if given[:1] in (["cost"], ["kernel"]):
+                given = given[1:]
+            given, compared = ab.expand(given)
+            if flags == ["--help"] or not given:
+                continue
+            many = "-m" in flags or compared is not None or module in ("predict", "max_seq")
+            assert overrides.problem(given, many) is None, given
+            if not module and not many:
+                resolved(*given, gpus=GPUS if "hardware=cuda" in given else 0)
+        else:
+            raise AssertionError(f"python -m runner.{module}: not known here")
+
+
+def test_every_row_of_the_troubleshooting_page_has_a_whole_command():
+    rows = [line for line in PAGES["troubleshooting.md"].splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 15
+    for row in rows:
+        spans = re.findall(r"`([^`]+)`", row.split("|", 2)[2])
+        whole = ("python ", "pip install ", "pytest ", "ls ", "nvidia-smi ", "TMPDIR=", "XDG_CACHE_HOME=")
+        assert any(span.startswith(whole) for span in spans), row

@@ -1,0 +1,99 @@
+"""The energy of an iteration, from the counters of GPUs. Here the window and the arithmetic; a GPU's own counter where there is
+one."""
+
+import pytest
+import torch
+
+from runner.launch.files import WorldSpec
+from runner.measure import energy, sampler
+from runner.output import display, summary
+from runner.output.record import Result
+from tests.support import recorded
+from tests.support.composing import resolved
+from tests.worlds.test_job import SHORT, SIZES, measured
+
+MS = 1000  # mJ of a joule
+
+
+def test_power_is_the_energy_between_changes_of_the_counter_over_their_time():
+    # 400 W, read 3 ms after each change: neither end of the window adds a part of a period
+    changes = [(5.003 + 0.1 * i, 40 * MS * i) for i in range(11)]
+    assert energy.power(changes, 0.0) == pytest.approx(400.0)
+    assert energy.power(changes[:3], 0.0) is None and energy.power([], 0.0) is None
+
+
+def test_changes_before_the_counter_shows_the_work_do_not_count():
+    idle = [(10.0 + 0.1 * i, 7 * MS * i) for i in range(3)]
+    busy = [(10.3 + 0.1 * i, 21 * MS + 50 * MS * i) for i in range(10)]
+    assert energy.power(idle + busy, 10.0) == pytest.approx(500.0, rel=1e-2)
+
+
+def test_the_energy_of_a_call_is_that_of_all_gpus():
+    found = energy.of_window([300.0, 500.0], seconds=2.0, calls=100, tokens=1000, flops=32 * 10**12)
+    assert found["joules"] == pytest.approx(16.0)  # 800 W for 20 ms
+    assert found["joules_per_token"] == pytest.approx(0.016)
+    assert found["tflops_per_watt"] == pytest.approx(2.0)  # 32 TFLOP in 20 ms are 1600 TFLOP/s
+    result = Result.of(recorded.measured("ring") | {"energy": found})
+    assert result.energy and "2 TFLOP/s per W; 300, 500 W by rank" in display.energy_text(result.energy)
+    shown = summary.row(result)
+    assert (shown["joules_per_token"], shown["tflops_per_watt"]) == (
+        found["joules_per_token"],
+        found["tflops_per_watt"],
+    )
+    assert not set(recorded.unnamed(found))
+
+
+def test_a_counter_that_could_not_be_read_is_a_reason():
+    lacking = energy.of_window([300.0, None], 2.0, 100, 1000, 1)
+    assert lacking == {"unavailable": "the counter of rank 1's GPU changed too seldom in 2.0 s"}
+    result = Result.of(recorded.measured("ring") | {"energy": lacking})
+    assert result.energy and display.energy_text(result.energy).startswith("no energy: the counter of rank 1")
+    assert summary.row(result)["joules_per_token"] is None and not set(recorded.unnamed(lacking))
+
+
+def test_only_changes_of_a_counter_are_kept_with_the_first_reading():
+    times = [0.0, 0.1, 0.2, 0.3]
+    readings = [{"a": 1}, {"a": 1, "b": 5}, {"a": 4, "b": 5}, {"a": 4, "b": 6}]
+    assert sampler.changes(times, readings) == {"a": [(0.0, 1), (0.2, 4)], "b": [(0.1, 5), (0.3, 6)]}
+
+
+@pytest.mark.slow
+def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
+    plain = resolved(*SIZES, *SHORT, "world_size=2").plain()
+    arguments = {"experiment": plain, "watts": [200.0, 100.0], "period_s": 0.05}
+    outcome = pool.get(WorldSpec(2, "cpu")).call("tests.jobs.program:energy_by_a_counter", arguments)
+    assert outcome.status == "ok", outcome.reason
+    found = outcome.result
+    assert found["watts_by_rank"] == pytest.approx([200.0, 100.0], rel=0.01)
+    assert found["seconds"] >= energy.LEAD_S + energy.WINDOW_S and found["calls"] % 2 == 0
+    assert found["joules"] == pytest.approx(300 * found["seconds"] / found["calls"], rel=0.01)
+    assert found["joules_per_token"] == pytest.approx(found["joules"] / 100)
+
+
+def test_a_run_on_cpus_has_no_energy(pool):
+    outcome = measured(pool, 1, "energy=true", "baseline=none")
+    assert outcome.status == "ok" and outcome.result.get("energy") is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_without_nvml_the_reason_is_known():
+    with sampler.sampling("cuda", "energy") as found:
+        pass
+    assert "libnvidia-ml" in found["unavailable"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_gpus_energy_is_its_power_over_the_window_and_what_zeus_measures(pool):
+    spec = resolved(
+        "kernel=sdpa_flash", "baseline=none", "phases=false", "timing.timing_runs=20", "world_size=1", gpus=1
+    )
+    outcome = pool.get(WorldSpec(1, "cuda")).call("tests.jobs.program:energy_and_zeus", {"experiment": spec.plain()})
+    assert outcome.status == "ok", outcome.reason
+    found, sampled_w, zeus_j = outcome.result
+    (watts,) = found["watts_by_rank"]
+    assert 50 < watts < 1500 and watts == pytest.approx(sampled_w, rel=0.15)
+    assert found["joules"] == pytest.approx(watts * found["seconds"] / found["calls"])
+    if zeus_j is None:
+        pytest.skip("zeus is not installed: compared with the sampled power alone")
+    assert found["joules"] == pytest.approx(zeus_j, rel=0.1)

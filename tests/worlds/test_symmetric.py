@@ -1,0 +1,127 @@
+"""The transport that pulls, over real worlds: on a CPU its memory is shared memory."""
+
+import itertools
+
+import pytest
+
+from attention.geometry.counts import Shapes
+from attention.masks.band import Band
+from attention.variants.registry import VARIANTS
+from runner.costs.dryrun import dry_run
+from tests.jobs import groups, numerics, shared_memory, traffic, training
+from tests.worlds.test_decode import BASE, CASES
+from tests.worlds.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
+
+
+@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_variant_matches_fp64(in_world, name, world):
+    for chosen in options(name, world) if world == 2 else [{}]:
+        some = cases(name, world, chosen)
+        for found in in_world(numerics.compare, world, name=name, options=chosen, cases=some, transport="symm"):
+            forward, *backward = found["errors"]
+            assert forward < 1e-6, found
+            assert max(backward) < 1e-5, found
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_decode_matches_fp64(in_world, world):
+    for found in in_world(numerics.decode, world, name="ring_decode", options={}, cases=CASES, transport="symm"):
+        assert found["error"] < 1e-6, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
+    variant = VARIANTS[name]
+    for world, (causal, window) in itertools.product((3, 4), MASKS):
+        if not does(name, {"causal": causal, "window": window}, {}):
+            continue
+        sizes = {"tokens": 8 * world, "batch": 2, "heads": 12, "kv_heads": 1}
+        counted = in_world(traffic.counted, world, name=name, options={}, causal=causal, window=list(window),
+                           transport="symm", **sizes)  # fmt: skip
+        problem = variant.problem((0, 8 * world), world, Band.of(causal, window))
+        shapes = Shapes(2, 12, 1, 16, 4)
+        for rank, found in enumerate(counted):
+            passes = dry_run(variant, problem, shapes, rank=rank, pulls=True, backward=True)
+            for which, x in zip(("forward", "backward"), passes, strict=True):
+                assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in x.received.items() if v}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "calls"), [("zigzag", 300), ("ring", 100), ("zigzag_llama3", 100), ("ulysses", 100)])
+def test_many_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, calls):
+    found = in_world(shared_memory.many_calls, 2, name=name, calls=calls, transport="symm")
+    assert found["error"] < 1e-5
+    assert found["held"][0] == found["held"][1] > 0
+    assert found["files"] == 0, "shared memory left behind"
+
+
+def test_two_groups_pull_at_once(in_world):
+    assert in_world(groups.two_groups, 4, transport="symm") < 1e-6
+
+
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_an_exception_in_between_leaves_the_next_call_right(in_world, name):
+    assert in_world(shared_memory.after_an_exception, 2, name=name, transport="symm") < 1e-6
+
+
+@pytest.mark.parametrize("before", ("zigzag", "zigzag_llama3", "ring_allgather"))
+def test_a_call_of_another_variant_ends_what_an_exception_left(in_world, before):
+    assert in_world(shared_memory.after_an_exception, 2, name="ulysses", before=before, transport="symm") < 1e-6
+
+
+@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+def test_a_group_that_began_under_inference_mode_trains(in_world, name):
+    assert in_world(training.trained_after_inference, 2, name=name, transport="symm", timeout_s=60) == 0
+
+
+def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):
+    for _ in range(3):
+        (found,) = in_world(numerics.decode, 4, name="ring_decode", options={}, cases=[BASE], transport="symm")
+        assert found["error"] < 1e-6
+
+
+def test_memory_that_was_given_back_is_taken_again(in_world):
+    assert in_world(shared_memory.after_a_release, 2, transport="symm") < 1e-6
+
+
+@pytest.mark.parametrize("failing", (0, 2))
+def test_a_rank_without_shared_memory_makes_every_rank_fall_back_for_the_same_reason(in_world, failing):
+    found = in_world(shared_memory.without_shared_memory, 3, failing=failing, timeout_s=30)
+    (note,) = set(found["notes"])
+    assert note.startswith(f"symm: no symmetric memory here: rank {failing}: [Errno 24] Too many open files")
+    assert set(found["later"]) == {None}
+    assert found["error"] < 1e-6
+
+
+@pytest.mark.slow
+def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in_world):
+    found = in_world(shared_memory.outgrown, 3, failing=1, timeout_s=30)
+    (said,) = set(found["messages"])
+    assert said == "rank 1: [Errno 27] File too large"
+    assert found["error"] < 1e-6
+    assert found["files"] == 0, "shared memory left behind"
+
+
+@pytest.mark.parametrize(
+    "name, options, packed, dtype",
+    [
+        ("ring", {}, False, "float32"),
+        ("ring", {}, True, "float32"),
+        ("ring", {}, True, "bfloat16"),  # own parts lie in the results, as they don't in a dtype that sums are kept in
+        ("zigzag", {}, False, "float32"),
+        ("zigzag", {}, False, "bfloat16"),
+        ("zigzag", {}, True, "float32"),
+        ("stripe", {}, False, "float32"),
+        ("stripe", {}, False, "bfloat16"),
+        ("zigzag_llama3", {"own_first": True, "heads_k_stride": 1}, False, "float32"),
+        ("zigzag_llama3", {"own_first": True}, True, "float32"),
+    ],
+    ids=str,
+)
+def test_own_keys_apart_give_what_they_give_in_turn(in_world, name, options, packed, dtype):
+    found = in_world(
+        shared_memory.local_kv_apart, 4, name=name, options=options, kernel="math", packed=packed, dtype=dtype
+    )
+    assert found < (1e-5 if dtype == "float32" else 1e-2)
