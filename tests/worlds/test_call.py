@@ -3,11 +3,9 @@
 import copy
 import os
 import pickle
-import pydoc
 import re
 import subprocess
 import sys
-from importlib import resources
 
 import numpy as np
 import pytest
@@ -15,8 +13,7 @@ import torch
 
 import attention
 from attention.api import ContextParallel
-from attention.call import check_cu_seqlens, check_scale, token_dim_of
-from attention.executors.plan import Plan
+from attention.call import token_dim_of
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, training
@@ -40,57 +37,40 @@ def refused(message: str, fn: ContextParallel, *tensors: torch.Tensor, **given: 
 
 
 @pytest.mark.parametrize("kernel", ("math", "auto"))
-@pytest.mark.parametrize("scale", (0, 0.0, -0.2, -3, np.float32(0.7)))
-@pytest.mark.parametrize(("causal", "window"), ((True, (-1, -1)), (False, (-1, -1)), (False, (3, 2)), (True, (2, 0))))
+@pytest.mark.parametrize("scale", (0, -0.2, np.float32(0.7)))
+@pytest.mark.parametrize(("causal", "window"), ((True, (-1, -1)), (False, (3, 2))))
 def test_any_finite_scale_is_right(kernel, scale, causal, window):
     ours, exact = qkv(), qkv()
     out = attention.make("ring", kernel=kernel)(*ours, scale=scale, causal=causal, window=window)
     expected, _ = plain(*exact, float(scale), kept(Band.of(causal, window), 8, 8))
     torch.testing.assert_close(out, expected)
-    dout = torch.randn_like(out)
-    grads, exact_grads = torch.autograd.grad(out, ours, dout), torch.autograd.grad(expected, exact, dout)
-    for found, wanted in zip(grads, exact_grads, strict=True):
-        torch.testing.assert_close(found, wanted)
+    grads, exact_grads = (torch.autograd.grad(x.square().sum(), xs) for x, xs in ((out, ours), (expected, exact)))
+    torch.testing.assert_close(grads, exact_grads)
 
 
-@pytest.mark.parametrize("name", SELF_ATTENTION)
-def test_every_variant_takes_a_negative_scale(name):
-    ours = qkv()
-    out = attention.make(name)(*ours, causal=True, scale=-0.3)
-    torch.testing.assert_close(out, plain(*ours, -0.3, kept(Band(-1, 0), 8, 8))[0])
+REFUSED = {
+    r"scale=.*: must be a finite number, at most 3.4e\+38; leave it out": [
+        {"scale": x} for x in (float("nan"), -float("inf"), "0.1", torch.tensor(0.1), 10**400)
+    ],
+    r"window=.*: must be two integers \(left, right\).*window=\(512, 0\)": [
+        {"window": x} for x in (3, (3.0, 0), (3,), (1, 2, 3), None, "33")
+    ],
+}
 
 
-@pytest.mark.parametrize("scale", (float("nan"), float("inf"), -float("inf"), "0.1", torch.tensor(0.1)), ids=str)
-def test_a_scale_that_is_no_finite_number_is_refused(scale):
-    refused(
-        r"scale=.*: must be a finite number, at most 3.4e\+38; leave it out",
-        attention.make("ring"),
-        *qkv(),
-        scale=scale,
-    )
+@pytest.mark.parametrize(("message", "call"), [(m, call) for m, calls in REFUSED.items() for call in calls])
+def test_a_scale_or_window_of_another_kind_is_refused(message, call):
+    refused(message, attention.make("ring"), *qkv(), **call)
 
 
-@pytest.mark.parametrize("name", SELF_ATTENTION)
-@pytest.mark.parametrize("shape", ((1, 0, 2, 8), (1, 8, 2, 0), (1, 8, 0, 8), (0, 8, 2, 8)), ids=str)
-def test_an_empty_input_is_refused(name, shape):
-    x = torch.zeros(shape)
+@pytest.mark.parametrize("shape", ((1, 0, 2, 8), (1, 8, 2, 0), (1, 8, 0, 8), (0, 8, 2, 8), (0, 2, 8)), ids=str)
+def test_an_empty_input_is_refused(shape):
+    x, packed = torch.zeros(shape), {"cu_seqlens": [0, 0]} if len(shape) == 3 else {}
     message = rf"q has shape {re.escape(str(list(shape)))}: no dimension may be 0"
-    refused(message, attention.make(name), x, x, x, causal=True)
+    refused(message, attention.make("llama3"), x, x, x, causal=True, **packed)
 
 
-def test_an_empty_packed_batch_is_refused():
-    x = torch.zeros(0, 2, 8)
-    refused(r"q has shape \[0, 2, 8\]: no dimension may be 0", attention.make("llama3"), x, x, x, cu_seqlens=[0, 0])
-
-
-def test_a_decode_over_no_keys_gives_zero_and_minus_infinity():
-    q, k = torch.randn(1, 1, 2, 8), torch.zeros(1, 0, 2, 8)
-    out, lse = attention.make("tree")(q, k, k, return_lse=True)
-    assert (out == 0).all() and (lse == -torch.inf).all()
-
-
-@pytest.mark.parametrize("prefix", (None, 0, 3))
-@pytest.mark.parametrize(("queries", "keys"), ((0, 4), (0, 0), (1, 0)))
+@pytest.mark.parametrize(("queries", "keys", "prefix"), ((0, 4, None), (0, 0, 3), (1, 0, None), (1, 0, 3)))
 @pytest.mark.parametrize("name", ("tree", "ring_decode"))
 def test_a_decode_may_have_no_queries_and_no_keys(name, queries, keys, prefix):
     q, k = torch.randn(2, queries, 4, 8), torch.randn(2, keys, 2, 8)
@@ -100,61 +80,33 @@ def test_a_decode_may_have_no_queries_and_no_keys(name, queries, keys, prefix):
     assert prefix or ((out == 0).all() and (lse == -torch.inf).all())
 
 
-@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.complex64), ids=str)
+@pytest.mark.parametrize("dtype", (torch.float8_e4m3fn, torch.int8, torch.complex64), ids=str)
 def test_other_dtypes_are_refused(dtype):
     x = torch.ones(1, 8, 2, 8).to(dtype)
-    for kernel in ("math", "auto"):
-        refused(rf"{dtype}: attention needs a bf16, fp16, fp32 or fp64", attention.make("ring", kernel=kernel), x, x, x)
+    refused(rf"{dtype}: attention needs a bf16, fp16, fp32 or fp64", attention.make("ring"), x, x, x)
 
 
-@pytest.mark.parametrize("window", (3, 3.0, (3.0, 0), (3,), (1, 2, 3), None, "33", (None, 0)), ids=str)
-def test_a_window_that_is_not_two_integers_is_refused(window):
-    refused(
-        r"window=.*: must be two integers \(left, right\).*window=\(512, 0\)",
-        attention.make("ring"),
-        *qkv(),
-        window=window,
-    )
-
-
-def test_a_window_may_be_a_list_or_of_numpys_integers():
+def test_windows_and_lengths_may_be_lists_tensors_or_numpys():
     fn, tensors = attention.make("ring"), qkv()
     expected = fn(*tensors, window=(3, 0))
     for window in ([3, 0], np.array([3, 0]), (np.int64(3), np.int32(0))):
         assert torch.equal(fn(*tensors, window=window), expected)
+    x, fn = torch.randn(8, 2, 8), attention.make("llama3")
+    expected = fn(x, x, x, cu_seqlens=[0, 2, 8])
+    for packs in ((0, 2, 8), np.array([0, 2, 8], np.int32), torch.tensor([0, 2, 8])):
+        assert torch.equal(fn(x, x, x, cu_seqlens=packs), expected)
 
 
 @pytest.mark.parametrize(
-    "packs", ([0, 2.5, 8], [0, 2.0, 8], (0.0, 8.0), torch.tensor([0.0, 8.0]), np.array([0, 8.0]), [0, None, 8])
+    "packs", ([0, 2.0, 8], torch.tensor([0.0, 8.0]), np.array([0, 8.0]), [0, None, 8], 5, torch.tensor([[0, 2, 8]]))
 )
 def test_lengths_that_are_not_integers_are_refused(packs):
     x = torch.randn(8, 2, 8)
     fn = attention.make("llama3")
     fn(x, x, x, cu_seqlens=[0, 2, 8])  # a check that is kept must not stand for 2.0
-    refused(r"cu_seqlens.*: must be .*integer", fn, x, x, x, cu_seqlens=packs)
-    with pytest.raises(ValueError, match=r"cu_seqlens.*: must be .*integer"):
+    refused(r"cu_seqlens.* must be .*integer", fn, x, x, x, cu_seqlens=packs)
+    with pytest.raises(ValueError, match=r"cu_seqlens.* must be .*integer"):
         fn.shard(x, packs)
-
-
-@pytest.mark.parametrize(
-    "packs",
-    (
-        [0, 2, 8],
-        (0, 2, 8),
-        np.array([0, 2, 8], np.int32),
-        torch.tensor([0, 2, 8]),
-        torch.tensor([0, 2, 8], dtype=torch.int32),
-    ),
-)
-def test_lengths_may_be_any_integers(packs):
-    x = torch.randn(8, 2, 8)
-    fn = attention.make("llama3")
-    assert torch.equal(fn(x, x, x, cu_seqlens=packs), fn(x, x, x, cu_seqlens=[0, 2, 8]))
-
-
-def test_lengths_of_two_dims_are_refused():
-    x = torch.randn(8, 2, 8)
-    refused(r"of shape \[1, 3\]: must be", attention.make("llama3"), x, x, x, cu_seqlens=torch.tensor([[0, 2, 8]]))
 
 
 def of_two(name: str, rank: int) -> ContextParallel:
@@ -164,7 +116,7 @@ def of_two(name: str, rank: int) -> ContextParallel:
     return fn
 
 
-@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"grouped"}))
+@pytest.mark.parametrize("name", ("ring", "dense", "tree"))
 def test_hidden_states_are_refused_and_their_way_out_works(name):
     x = torch.randn(4, 16, 6)
     for rank in range(2):
@@ -179,9 +131,8 @@ def test_hidden_states_are_refused_and_their_way_out_works(name):
 @pytest.mark.parametrize("shape", ((), (16,), (1, 16, 2, 2, 8)), ids=str)
 def test_other_shapes_are_not_sharded(shape):
     for fn in (of_two("ring", 0), attention.make("ring")):
-        for call in (fn.shard, fn.unshard):
-            with pytest.raises(ValueError, match=r"x has shape .*: must be \[B, S\] or \[B, S, H, D\]"):
-                call(torch.zeros(shape))
+        with pytest.raises(ValueError, match=r"x has shape .*: must be \[B, S\] or \[B, S, H, D\]"):
+            fn.shard(torch.zeros(shape))
 
 
 @pytest.mark.parametrize("name", ("ring", "zigzag", "stripe"))
@@ -195,13 +146,7 @@ def test_token_ids_are_sharded_as_their_tokens_are(name):
         assert torch.equal(fn.shard(ids[:1], packs)[0], fn.shard(ids[0], packs))
 
 
-def test_the_dim_of_the_tokens():
-    for shape, packed, dim in (((2, 8), False, 1), ((2, 8, 3, 4), False, 1), ((8,), True, 0), ((8, 3, 4), True, 0)):
-        assert token_dim_of(torch.zeros(shape), packed) == dim
-    assert token_dim_of(torch.zeros(1, 8), True) == 1
-
-
-@pytest.mark.parametrize("shape", [(8, 8), (2, 8), (1, 8, 3, 4)])
+@pytest.mark.parametrize("shape", [(8, 8), (1, 8, 3, 4)])
 def test_packed_tensors_whose_tokens_could_be_another_dim_are_refused(shape):
     """[T, C] was split along its channels."""
     with pytest.raises(
@@ -210,26 +155,14 @@ def test_packed_tensors_whose_tokens_could_be_another_dim_are_refused(shape):
         token_dim_of(torch.zeros(shape), True)
 
 
-@pytest.mark.parametrize("given", [5, 2.5])
-def test_cu_seqlens_that_is_no_list_is_refused(given):
-    with pytest.raises(ValueError, match=r"must be integers .*rising from 0 to the total"):
-        check_cu_seqlens(given, 8)
-
-
-def test_a_scale_beyond_any_float_is_refused():
-    with pytest.raises(ValueError, match=r"must be a finite number"):
-        check_scale(10**400)
-
-
 def test_a_function_made_before_the_process_group_is_refused_in_it(in_world):
     """Each rank would attend to its own shard alone."""
     for said in in_world(groups.made_alone, 2):
         assert re.search(r"made or unpickled before init_process_group, and there are 2 ranks now: ", said)
 
 
-@pytest.mark.parametrize("transport", ("gloo", "symm"))
-def test_token_ids_come_back_whole(in_world, transport):
-    assert in_world(numerics.ids_round_trip, 2, names=["ring", "zigzag", "stripe", "llama3"], transport=transport)
+def test_token_ids_come_back_whole(in_world):
+    assert in_world(numerics.ids_round_trip, 2, names=["zigzag", "llama3"], transport="gloo")
 
 
 def test_a_rank_outside_the_group_is_refused(in_world):
@@ -237,35 +170,28 @@ def test_a_rank_outside_the_group_is_refused(in_world):
         assert re.fullmatch(r"group=.*: rank 1 is not in the group; call make on the group's ranks only", said)
 
 
-def assert_first_order(fn: ContextParallel, **given: object) -> None:
-    """The first gradient with create_graph=True is the plain one; another is refused, whichever inputs it is of."""
-    inputs = qkv()
-    for wanted in ((0, 1, 2), (0,), (1,), (2,)):
+@pytest.mark.parametrize("name", SELF_ATTENTION)
+def test_a_second_derivative_is_refused_and_the_first_is_right(name):
+    """With create_graph=True the first gradient is the plain one; another is refused, whichever inputs it is of."""
+    fn, inputs = attention.make(name), qkv()
+    message = rf"create_graph=True: {name} has no second derivative; detach the first"
+    for wanted in ((0, 1, 2), (1,)):
         q, k, v = (x.detach().requires_grad_(i in wanted) for i, x in enumerate(inputs))
         xs = [x for x in (q, k, v) if x.requires_grad]
-        first = torch.autograd.grad(fn(q, k, v, **given).square().sum(), xs)
-        out, _ = fn(q, k, v, **given, return_lse=True)  # an LSE that no loss uses
+        first = torch.autograd.grad(fn(q, k, v, causal=True).square().sum(), xs)
+        out, _ = fn(q, k, v, causal=True, return_lse=True)  # an LSE that no loss uses
         grads = torch.autograd.grad(out.square().sum(), xs, create_graph=True)
-        for a, b in zip(first, grads, strict=True):
-            assert torch.equal(a, b)
-        linear = torch.autograd.grad(fn(q, k, v, **given).sum(), xs, create_graph=True)  # of which dout is a constant
+        assert all(map(torch.equal, first, grads))
+        linear = torch.autograd.grad(
+            fn(q, k, v, causal=True).sum(), xs, create_graph=True
+        )  # of which dout is a constant
         for second in (grads, linear):
-            message = rf"create_graph=True: {fn.variant.name} has no second derivative; detach the first"
-            with pytest.raises(attention.UnsupportedCall, match=message):
-                torch.autograd.grad(sum(x.square().sum() for x in second), xs, allow_unused=True, retain_graph=True)
             with pytest.raises(attention.UnsupportedCall, match=message):
                 (sum(x.square().sum() for x in second) + sum(x.sum() for x in xs)).backward()
 
 
-@pytest.mark.parametrize("kernel", ("math", "auto"))
-@pytest.mark.parametrize("name", SELF_ATTENTION)
-def test_a_second_derivative_is_refused_and_the_first_is_right(name, kernel):
-    assert_first_order(attention.make(name, kernel=kernel), causal=True)
-
-
 def test_a_second_derivative_is_refused_in_a_world(in_world):
-    names = [name for name in SELF_ATTENTION if name not in ("grouped", "ring_varlen", "zigzag_varlen")]
-    for name, same, refusals in in_world(training.second_derivatives, 2, names=names):
+    for name, same, refusals in in_world(training.second_derivatives, 2, names=["zigzag", "ulysses"]):
         assert same, name
         assert refusals == [f"create_graph=True: {name} has no second derivative"] * 3 + [
             "create_graph=True: unshard has no second derivative"
@@ -274,7 +200,7 @@ def test_a_second_derivative_is_refused_in_a_world(in_world):
 
 def test_an_output_without_a_gradient_can_be_changed_in_place():
     bias = torch.randn(8, requires_grad=True)
-    for name in SELF_ATTENTION:
+    for name in ("ring", "llama3", "ulysses"):
         out = attention.make(name)(*(x.detach() for x in qkv()), causal=True)
         out += bias
         assert torch.autograd.grad(out.sum(), bias)[0].eq(16).all()
@@ -314,19 +240,11 @@ def test_a_copy_keeps_the_choice_and_the_graphs_that_were_asked_for():
         assert other.graphs is not fn.graphs and other.settings.replay == "graphs"
 
 
-@pytest.mark.parametrize("transport", ("gloo", "symm"))
-def test_functions_over_groups_can_be_copied_and_over_the_default_one_pickled(in_world, transport):
-    found = in_world(training.copied, 2, transport=transport)
+def test_functions_over_groups_can_be_copied_and_over_the_default_one_pickled(in_world):
+    found = in_world(training.copied, 2, transport="gloo")
     assert max(found["errors"]) == 0
     assert found["same_group"]
     assert re.match(r"ring\(rank 0 of 2, kernel=auto\): its process group can't be pickled; make it", found["refusal"])
-
-
-def test_help_shows_what_the_package_is_for():
-    text = pydoc.plain(pydoc.render_doc(attention))
-    for name in attention.__all__:
-        assert name in attention.__doc__ and name in dir(attention)
-    assert "make(name: 'str'" in text and "names() -> " in text
 
 
 def test_an_import_sets_no_environment_variable():
@@ -338,14 +256,3 @@ assert dict(os.environ) == before, set(os.environ) - set(before)
 """
     environment = {name: x for name, x in os.environ.items() if not name.startswith("TORCH_SYMM")}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-
-
-def test_both_packages_say_that_they_are_typed():
-    for package in ("attention", "runner"):
-        assert resources.files(package).joinpath("py.typed").is_file()
-
-
-def test_a_plan_for_a_scale_that_is_not_positive_is_its_calls():
-    q, k, v = qkv()
-    plan = attention.make("ring").plan(q, k, v, scale=-0.5)
-    assert isinstance(plan, Plan) and plan.scale == 0.5

@@ -31,12 +31,6 @@ def test_the_flops_of_the_ranks_sum_to_the_whole(name, world):
         assert sum(by_rank) == times * counts.forward_flops(shapes, counts.problem_pairs(problem)), problem
 
 
-def test_the_pairs_of_packed_batches_and_decodes_by_hand():
-    assert counts.problem_pairs(made("llama3", (2, 3, 1), 1)) == 3 + 6 + 1
-    assert counts.problem_pairs(made("llama3", (2, 3, 1), 1, mask=FULL)) == 4 + 9 + 1
-    assert counts.problem_pairs(made("tree", 10, 4, mask=FULL, q_tokens=3)) == 30
-
-
 def test_the_flops_of_a_decode_follow_its_shards():
     # 10 keys on 4 ranks: 3, 3, 3 and 1; 4 B H D = 1024 FLOP a pair, two queries
     assert counts.rank_flops(made("tree", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [6 * 1024] * 3 + [2 * 1024]
@@ -60,12 +54,6 @@ def test_a_block_moves_its_inputs_and_outputs_once():
     # Ulysses on 4 ranks: 16 tokens of 2 query heads in and out, and of one KV head
     problem = made("ulysses", 16, 4)
     assert [counts.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)] == [16 * (2 * 2 + 2) * HEAD] * 4
-
-
-def test_an_empty_shard_of_a_decode_moves_and_computes_nothing():
-    problem = made("tree", 5, 4, FULL, 1)
-    assert counts.kernel_bytes(problem, SHAPES, 3, False) == 0
-    assert counts.rank_flops(problem, SHAPES)[3] == 0
 
 
 def test_fused_chunks_read_each_prefix_once_and_separate_ones_as_often_as_it_is_attended():

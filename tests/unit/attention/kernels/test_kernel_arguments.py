@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from attention.kernels import KERNELS, Call, Shape, flash4, flex, refusal
+from attention.kernels import KERNELS, Call, flash4, flex
 from attention.masks.band import CAUSAL, FULL, Band
-from tests.support.naive import attention, inputs, kept, normal, relative
+from tests.support.naive import assert_lse, inputs, kept, normal, reference, relative
 from tests.support.patterns import kept as pairs_of
 
-MASKS = [FULL, CAUSAL, Band(7, 0), Band(0, 0), Band(5, 9), Band(-1, 4), Band(6, -1), Band(400, 450)]
-SIZES = [(33, 33), (300, 300), (140, 513), (513, 140), (1, 21), (21, 1), (128, 256)]
+MASKS = [FULL, CAUSAL, Band(7, 0), Band(5, 9), Band(-1, 4), Band(6, -1)]
+SIZES = [(140, 513), (513, 140), (1, 21)]
 PACK = ((1, 19, 8, 4, 0, 150), (1, 7, 23, 0, 5, 12))
 
 every_mask = pytest.mark.parametrize("mask", MASKS, ids=Band.describe)
@@ -30,11 +30,17 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(name, package
     assert "install" in reason or "sm" in reason
 
 
-def test_a_band_is_flash4s_window_with_none_for_unbounded():
-    assert flash4.window(FULL) == {"causal": False, "window_size_left": None, "window_size_right": None}
-    assert flash4.window(CAUSAL) == {"causal": True, "window_size_left": None, "window_size_right": None}
-    assert flash4.window(Band(5, 0)) == {"causal": False, "window_size_left": 5, "window_size_right": 0}
-    assert flash4.window(Band(-1, 3)) == {"causal": False, "window_size_left": None, "window_size_right": 3}
+@pytest.mark.parametrize(
+    "mask, expected",
+    [
+        (FULL, (False, None, None)),
+        (CAUSAL, (True, None, None)),
+        (Band(5, 0), (False, 5, 0)),
+        (Band(-1, 3), (False, None, 3)),
+    ],
+)
+def test_a_band_is_flash4s_window_with_none_for_unbounded(mask, expected):
+    assert tuple(flash4.window(mask).values()) == expected
 
 
 @every_mask
@@ -66,30 +72,22 @@ def test_a_call_as_a_pattern_keeps_the_pairs_of_each_sequence(mask, lengths):
 
 
 @every_mask
-@pytest.mark.parametrize("sizes", [(300, 300), (140, 513), (200, 140)], ids=str)
-@pytest.mark.parametrize("pack", [False, True])
-def test_flex_attention_under_its_block_mask_matches_plain_attention(mask, sizes, pack, monkeypatch):
+@pytest.mark.parametrize("sizes", [(140, 513), (200, 140), ((100, 40), (256, 257))], ids=str)
+def test_flex_attention_under_its_block_mask_matches_plain_attention(mask, sizes, monkeypatch):
     module = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    q, k, v = (normal(1, n, h, 32, dtype=torch.float64, seed=i) for i, (n, h) in enumerate(zip((sizes[0], sizes[1], sizes[1]), (4, 2, 2), strict=True)))  # fmt: skip
-    if pack:
-        cut = sizes[0] // 3, sizes[1] // 2
-        lengths = tuple((c, n - c) for c, n in zip(cut, sizes, strict=True))
-        call = packed(mask, *lengths)
-        keep = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*lengths, strict=True))).bool()
-        q, k, v = (x[0] for x in (q, k, v))
-    else:
-        call, keep = Call(0.125, mask), kept(mask, *sizes)
+
+    def call_of(*lengths) -> Call:
+        return packed(mask, *lengths) if lengths else Call(0.125, mask)
+
+    q, k, v, dout, call = inputs(call_of, sizes, 4, 2, 32, torch.float64)
     out, lse = KERNELS["flex"].forward(q, k, v, call)
-    expected, expected_lse = attention(*(x if x.dim() == 4 else x[None] for x in (q, k, v)), 0.125, keep)
-    out, lse = (x[None] if pack else x for x in (out, lse))
+    expected, expected_lse, *_ = reference(q, k, v, dout, call)
     assert relative(out, expected) < 1e-6
-    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    finite = expected_lse.isfinite()
-    assert relative(lse[finite].double(), expected_lse[finite]) < 1e-6
+    assert_lse(lse, expected_lse, 1e-6)
 
 
-@every_mask
+@pytest.mark.parametrize("mask", [FULL, Band(5, 9)], ids=Band.describe)
 def test_what_flex_attentions_backward_is_fed_gives_the_share_of_the_final_gradients(mask):
     """By plain attention with autograd on out and lse, over slices of the keys."""
     q, k, v = (normal(2, n, h, 16, dtype=torch.float64, seed=i) for i, (n, h) in enumerate(((40, 4), (60, 2), (60, 2))))
@@ -118,12 +116,3 @@ def with_lse(q, k, v, keep):
     lse = torch.where(keep.any(1), s.masked_fill(~keep.any(1)[:, None], 0).logsumexp(-1), -torch.inf)
     p = torch.where(keep, (s.masked_fill(~keep, 0) - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp(), 0)
     return torch.einsum("bhqk,bkhd->bqhd", p, v), lse
-
-
-def test_packed_batches_and_windows_are_no_reason_for_the_new_kernels_to_refuse():
-    for name in ("flash3", "flash4", "xformers", "flex"):
-        for mask in MASKS:
-            for is_packed in (False, True):
-                shape = Shape("cuda", torch.bfloat16, 8, 2, 128, is_packed)
-                assert KERNELS[name].refuses(shape, mask) is None
-                assert refusal(KERNELS[name], shape, mask) == KERNELS[name].missing("cuda")

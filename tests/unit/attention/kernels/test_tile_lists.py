@@ -11,7 +11,6 @@ from attention.masks.rectangles import UNBOUNDED, rectangles
 from tests.support.patterns import PATTERNS, kept, random_pattern
 
 CPU = torch.device("cpu")
-every_pattern = pytest.mark.parametrize("pattern", [*PATTERNS.values()], ids=[*PATTERNS])
 
 
 def tiled(keep: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -32,7 +31,10 @@ def joined_parts(lists: TileLists, counts: np.ndarray, indices: np.ndarray, colu
     return dense[: lists.tiles]
 
 
-def check(pattern: Pattern) -> None:
+@pytest.mark.parametrize(
+    "pattern", [*PATTERNS.values(), *map(random_pattern, range(12))], ids=lambda x: f"{x.n_q}x{x.n_k}"
+)
+def test_lists_and_intervals_are_those_of_the_matrix(pattern):
     tiles, keep = tiles_of(pattern), kept(pattern)
     expected = tiled(keep)
     for by_keys in (False, True):
@@ -56,38 +58,11 @@ def check(pattern: Pattern) -> None:
         assert (banded[partial] == keep[partial]).all()
 
 
-@every_pattern
-def test_lists_and_intervals_are_those_of_the_matrix(pattern):
-    check(pattern)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_lists_and_intervals_of_random_patterns_are_those_of_the_matrix(seed):
-    check(random_pattern(seed))
-
-
-def test_the_intervals_of_all_rectangles_are_the_whole_pattern():
-    for seed in range(20):
-        pattern = random_pattern(seed)
-        intervals = row_intervals(pattern.rectangles, pattern.n_q, CPU)[: pattern.n_q].reshape(pattern.n_q, -1, 2)
-        key = torch.arange(pattern.n_k)
-        seen = ((key >= intervals[..., :1]) & (key < intervals[..., 1:])).sum(1)
-        assert (seen.numpy() == kept(pattern)).all()
-        ends = intervals.flatten(1)
-        assert (ends[:, 1:] >= ends[:, :-1]).all(), "in order, empty ones first"
-
-
 def test_a_pattern_whose_partial_tiles_have_one_band_says_so():
     assert tiles_of(PATTERNS["causal"]).band == (-FAR, 0)
     assert tiles_of(PATTERNS["window_and_global_tile"]).band == (-255, 0)
     assert tiles_of(PATTERNS["block_dca"]).band == (-FAR, 0)
     assert tiles_of(PATTERNS["documents"]).band is None
-
-
-def test_a_tile_that_several_rectangles_fill_is_full():
-    halves = rectangles([(0, 128, 0, 50, -UNBOUNDED, UNBOUNDED), (0, 128, 50, 128, -UNBOUNDED, UNBOUNDED)])
-    tiles = tiles_of(Pattern(128, 128, halves))
-    assert tiles.full.tolist() == [[0, 0]] and not len(tiles.partial) and tiles.intervals == 0
 
 
 def test_lists_grow_with_the_tiles_and_not_with_their_square():
