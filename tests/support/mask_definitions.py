@@ -21,6 +21,11 @@ def places(S: int) -> tuple[Dense, Dense]:
     return np.arange(S)[:, None], np.arange(S)[None, :]
 
 
+def band(distance: Dense, left: int, right: int) -> Dense:
+    """-1 is unbounded."""
+    return ((left < 0) | (distance >= -left)) & ((right < 0) | (distance <= right))
+
+
 def full(S):
     return np.ones((S, S), bool)
 
@@ -32,7 +37,7 @@ def causal(S):
 
 def sliding_window(S, left, right=0):
     q, k = places(S)
-    return (k >= q - left if left >= 0 else full(S)) & (k <= q + right if right >= 0 else full(S))
+    return band(k - q, left, right)
 
 
 def chunked(S, chunk):
@@ -56,10 +61,7 @@ def _documents(S, lengths) -> tuple[Dense, Dense]:
 def documents(S, lengths, inner=(-1, 0)):
     """inner: the (left, right) of a band."""
     document, at = _documents(S, lengths)
-    distance = at[None, :] - at[:, None]
-    left, right = inner
-    seen = (distance >= -left if left >= 0 else full(S)) & (distance <= right if right >= 0 else full(S))
-    return (document[:, None] == document[None, :]) & seen
+    return (document[:, None] == document[None, :]) & band(at[None, :] - at[:, None], *inner)
 
 
 def prefix_lm_documents(S, lengths, prefixes):
@@ -82,11 +84,8 @@ def shared_prompt(S, prompt, answers):
 def rectangles(S, parts):
     seen = np.zeros((S, S), bool)
     for (q0, q1), (k0, k1), (left, right) in parts:
-        for i in range(q1 - q0):
-            for j in range(k1 - k0):
-                diagonal = i + (k1 - k0) - (q1 - q0)
-                if (left < 0 or j >= diagonal - left) and (right < 0 or j <= diagonal + right):
-                    seen[q0 + i, k0 + j] = True
+        distance = np.arange(k0 - k1, 0) - np.arange(q0 - q1, 0)[:, None]  # 0 in the last query and key
+        seen[q0:q1, k0:k1] |= band(distance, left, right)
     return seen
 
 

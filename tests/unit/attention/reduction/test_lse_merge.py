@@ -32,7 +32,7 @@ def close(x, expected, tolerance=1e-12):
     torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_split_of_the_keys_merges_to_the_whole(seed):
     q, k, v = qkv()
     parts = random.Random(seed).randint(1, 9)
@@ -45,16 +45,6 @@ def test_any_split_of_the_keys_merges_to_the_whole(seed):
     close(lse, whole_lse)
 
 
-def test_merging_does_not_depend_on_the_order():
-    q, k, v = qkv()
-    one, other = (over(q, k, v, torch.arange(a, b)) for a, b in ((0, 7), (7, SK)))
-    there, back = [x.clone() for x in one], [x.clone() for x in other]
-    merge_(*there, *other)
-    merge_(*back, *one)
-    close(there[0], back[0])
-    close(there[1], back[1])
-
-
 def test_a_part_without_keys_changes_nothing_on_either_side():
     q, k, v = qkv()
     part = over(q, k, v, torch.arange(SK))
@@ -63,22 +53,17 @@ def test_a_part_without_keys_changes_nothing_on_either_side():
     merge_(*right, *part)
     for merged in (left, right):
         assert torch.equal(merged[0], part[0]) and torch.equal(merged[1], part[1])
+    out, lse = empty_result(q)
+    merge_(out, lse, *empty_result(q))
+    assert not out.any() and (lse == -torch.inf).all()
 
 
-def test_two_parts_without_keys_give_zero_and_minus_infinity():
-    out, lse = empty_result(qkv()[0])
-    assert out.shape == (B, SQ, H, D) and lse.shape == (B, H, SQ)
-    merge_(out, lse, *empty_result(qkv()[0]))
-    assert (out == 0).all() and (lse == -torch.inf).all()
-
-
-def test_parts_of_very_different_weight_neither_overflow_nor_vanish():
-    for offset in (-1e4, -200.0, 200.0, 1e4):
-        out, part = torch.ones(1, 2, 1, 4), torch.full((1, 2, 1, 4), 3.0)
-        lse, part_lse = torch.full((1, 1, 2), 5000.0), torch.full((1, 1, 2), 5000.0 + offset)
-        merge_(out, lse, part, part_lse)
-        assert torch.equal(out, torch.full_like(out, 3.0 if offset > 0 else 1.0))
-        assert torch.equal(lse, torch.full_like(lse, 5000.0 + max(offset, 0)))
+@pytest.mark.parametrize("offset", (-1e4, -200.0, 200.0, 1e4))
+def test_parts_of_very_different_weight_neither_overflow_nor_vanish(offset):
+    out, part = torch.ones(1, 2, 1, 4), torch.full((1, 2, 1, 4), 3.0)
+    lse, part_lse = torch.full((1, 1, 2), 5000.0), torch.full((1, 1, 2), 5000.0 + offset)
+    merge_(out, lse, part, part_lse)
+    assert (out == (3 if offset > 0 else 1)).all() and (lse == 5000 + max(offset, 0)).all()
 
 
 def rectangles(draw: random.Random, n_q: int, n_k: int) -> list[tuple[int, int, int, int]]:
@@ -93,10 +78,9 @@ def rectangles(draw: random.Random, n_q: int, n_k: int) -> list[tuple[int, int, 
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", range(10))
-def test_an_accumulator_merges_parts_over_any_rows(seed, dtype, packed):
-    q, k, v = qkv(dtype)
+@pytest.mark.parametrize("seed", range(5))
+def test_an_accumulator_merges_parts_over_any_rows(seed, packed):
+    q, k, v = qkv()
     whole, whole_lse = over(q, k, v, torch.arange(SK))
     view = (lambda x: x[0]) if packed else (lambda x: x)
     parts = rectangles(random.Random(seed), SQ, SK)
@@ -105,9 +89,8 @@ def test_an_accumulator_merges_parts_over_any_rows(seed, dtype, packed):
         out, lse = over(q[:, a:b], k, v, torch.arange(c, d))
         total.add(view(out), view(lse))
     out, lse = total.result()
-    assert out.dtype == lse.dtype == dtype
-    close(out, view(whole), 1e-12 if dtype == torch.float64 else 1e-6)
-    close(lse, view(whole_lse), 1e-12 if dtype == torch.float64 else 1e-6)
+    close(out, view(whole))
+    close(lse, view(whole_lse))
 
 
 def test_a_part_may_be_over_several_stretches_of_rows():
@@ -123,19 +106,19 @@ def test_a_part_may_be_over_several_stretches_of_rows():
     close(total.result()[1], whole_lse)
 
 
-def test_rows_that_an_accumulator_never_sees_are_zero_and_minus_infinity():
+@pytest.mark.parametrize("rows", [[], [((4, 9),)]], ids=str)
+def test_rows_that_an_accumulator_never_sees_are_zero_and_minus_infinity(rows):
     q, k, v = qkv()
-    for x, shape in zip(Accumulator(q, []).result(), ((B, SQ, H, D), (B, H, SQ)), strict=True):
-        assert x.shape == shape
-        assert (x == (0 if x.shape[-1] == D else -torch.inf)).all()
-    total = Accumulator(q, [((4, 9),)])
-    total.add(*over(q[:, 4:9], k, v, torch.arange(SK)))
+    total, whole = Accumulator(q, rows), over(q, k, v, torch.arange(SK))
+    for ((a, b),) in rows:
+        total.add(*over(q[:, a:b], k, v, torch.arange(SK)))
+        whole[0][:, :a], whole[0][:, b:], whole[1][..., :a], whole[1][..., b:] = 0, 0, -torch.inf, -torch.inf
     out, lse = total.result()
-    whole, whole_lse = over(q, k, v, torch.arange(SK))
-    close(out[:, 4:9], whole[:, 4:9])
-    close(lse[..., 4:9], whole_lse[..., 4:9])
-    for rows in (slice(0, 4), slice(9, SQ)):
-        assert (out[:, rows] == 0).all() and (lse[..., rows] == -torch.inf).all()
+    if rows:
+        close(out, whole[0])
+        close(lse, whole[1])
+    else:
+        assert out.shape == q.shape and not out.any() and (lse == -torch.inf).all()
 
 
 def test_a_first_part_over_all_rows_becomes_the_result():
@@ -164,38 +147,31 @@ def test_only_rows_of_three_parts_take_a_wide_buffer():
     assert buffers[0].shape[1] == 3 and buffers[0].dtype == torch.float32 and not total.buffers
 
 
-@pytest.mark.parametrize("first_whole", [True, False])
-def test_half_precision_parts_accumulate_in_fp32(first_whole):
+@pytest.mark.parametrize("rows", [[(0, SQ)], [(0, 5), (5, SQ)]], ids=str)
+def test_half_precision_parts_accumulate_in_fp32(rows):
+    """Only the parts and the result are rounded to bf16, not what is summed in between."""
     q, k, v = qkv(torch.bfloat16)
-    pieces = [
-        (rows, a)
-        for a in (range(0, SK, 3) if first_whole else range(SK - 3, -1, -3))
-        for rows in ([(0, SQ)] if first_whole else [(0, 5), (5, SQ)])
-    ]
-    total = Accumulator(q, [(rows,) for rows, _ in pieces])
+    exact = [x.double() for x in (q, k, v)]
+    pieces = [(a, b, first) for first in range(0, SK, 3) for a, b in rows]
+    total = Accumulator(q, [((a, b),) for a, b, _ in pieces])
     rounded = torch.zeros(B, SQ, H, D, dtype=torch.float64)
-    _, whole_lse = over(*(x.double() for x in (q, k, v)), torch.arange(SK))
-    for (start, stop), a in pieces:
-        rows = slice(start, stop)
-        out, lse = over(*(x.double() for x in (q[:, rows], k, v)), torch.arange(a, a + 3))
-        share = (lse - whole_lse[..., rows]).exp().transpose(1, 2).unsqueeze(-1)
-        rounded[:, rows] += out.bfloat16().double() * share
+    _, whole_lse = over(*exact, torch.arange(SK))
+    for a, b, first in pieces:
+        out, lse = over(exact[0][:, a:b], *exact[1:], torch.arange(first, first + 3))
+        rounded[:, a:b] += out.bfloat16().double() * (lse - whole_lse[..., a:b]).exp().transpose(1, 2).unsqueeze(-1)
         total.add(out.bfloat16(), lse.float())
     out, lse = total.result()
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    # only the parts and the result are rounded to bf16, not what is summed in between
     assert ((out.double() - rounded).abs() <= rounded.abs() * 2.0**-8 + 1e-6).all()
     close(lse.double(), whole_lse, 1e-5)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="not interpreted where there is a GPU; see test_kernels_gpu.py")
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [64, 80])
-@pytest.mark.parametrize("rows", [(0, 50), (7, 45), (12, 13), (9, 9)], ids=str)
-def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head_dim, rows):
-    """A part into the other in place, and two parts into a third tensor of another dtype."""
+@pytest.mark.parametrize("packed, heads_first", [(False, False), (True, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [(0, 50), (7, 45), (9, 9)], ids=str)
+def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, rows):
+    """A part into the other in place, and two parts into a third tensor of another dtype; nothing beside the rows."""
     from attention.ops.merge import merge_triton
 
     start, n = rows[0], rows[1] - rows[0]
@@ -205,22 +181,20 @@ def test_the_triton_kernel_merges_as_eager_does(packed, heads_first, dtype, head
 
     results = []
     for how in (merge_triton, merge_eager):
-        out, lse, part, part_lse = merge_case(packed, heads_first, dtype, head_dim)
+        out, lse, part, part_lse = merge_case(packed, heads_first, dtype, 80)
         other, other_lse = torch.full_like(part, 7), torch.full_like(lse, 7)
         how(*narrowed(other, other_lse), *narrowed(out, lse), *narrowed(part, part_lse))
         how(*narrowed(out, lse), *narrowed(out, lse), *narrowed(part, part_lse))
-        results.append((out, lse, other, other_lse))
-    (out, lse, other, other_lse), (expected, expected_lse, expected_other, _) = results
-    assert out.isfinite().all() and not lse.isnan().any()
-    close(out, expected, 1e-6)
-    close(lse, expected_lse, 1e-6)
-    close(other.float(), expected_other.float(), max(1e-6, torch.finfo(dtype).eps))  # bf16: cut off, not rounded
-    assert torch.equal(other_lse.narrow(-1, start, n), lse.narrow(-1, start, n))
-    before = merge_case(packed, heads_first, dtype, head_dim)[0]
-    dim = out.dim() - 3
-    assert torch.equal(out.narrow(dim, 0, start), before.narrow(dim, 0, start))
-    assert (other.narrow(dim, 0, start) == 7).all()
-    assert n == 0 or not torch.equal(out, before)
+        results.append((out, lse, other.float(), other_lse))
+    for tolerance, x, y in zip((1e-6, 1e-6, max(1e-6, torch.finfo(dtype).eps), 1e-6), *results, strict=True):
+        close(x, y, tolerance)  # bf16: cut off, not rounded
+    before = merge_case(packed, heads_first, dtype, 80)[0]
+    dim = before.dim() - 3
+    out, _, other, _ = results[0]
+    assert (
+        torch.equal(out.narrow(dim, 0, start), before.narrow(dim, 0, start))
+        and (other.narrow(dim, 0, start) == 7).all()
+    )
 
 
 def test_the_triton_kernel_refuses_a_strided_head_dim():

@@ -27,7 +27,7 @@ def case(shape, dtype, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", (torch.float16, torch.float32))
-@pytest.mark.parametrize("shape", ((2, 70, 3, 24), (600, 2, 64), (1, 1, 5, 8)), ids=str)
+@pytest.mark.parametrize("shape", ((2, 70, 3, 24), (600, 2, 64)), ids=str)
 def test_the_kernels_match_the_definition(shape, dtype, device):
     from attention.ops.merge import apply_sinks, sinks_gradient
 
