@@ -52,16 +52,25 @@ class Span:
         self.range.__exit__(None, None, None)
 
     def since(self, mark: Any) -> tuple[float, float]:
-        """(begin, end) in ms after `mark`: a perf_counter_ns on a CPU, an event on CUDA."""
-        ms = (lambda x: (x - mark) / 1e6) if isinstance(mark, int) else mark.elapsed_time
-        return ms(self.begin), ms(self.finish)
+        """(begin, end) in ms after `mark` of the same clock."""
+        return elapsed_ms(mark, self.begin), elapsed_ms(mark, self.finish)
+
+
+def clock(device: torch.device) -> Callable[[], Any]:
+    """The function that marks the present on such a device: perf_counter_ns on a CPU, an event on the current stream on CUDA. Times
+    of events are read later, when the device is idle, so that recording synchronises nothing."""
+    return _event if device.type == "cuda" else time.perf_counter_ns
 
 
 def _event() -> Any:
-    """An event on the current stream. Times of events are read later, so that recording synchronises nothing."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def elapsed_ms(start: Any, stop: Any) -> float:
+    """ms between two marks of a `clock`."""
+    return (stop - start) / 1e6 if isinstance(start, int) else start.elapsed_time(stop)
 
 
 class Recorder:
@@ -71,7 +80,7 @@ class Recorder:
     def __init__(self, device: torch.device, annotate: Callable[[str], Any] | None = None):
         self.spans: list[Span] = []
         self.span = partial(Span, self)
-        self.now = _event if device.type == "cuda" else time.perf_counter_ns
+        self.now = clock(device)
         self.annotate = annotate or nullcontext
         self.layer: str | None = None  # whose backward is going on
 

@@ -17,17 +17,16 @@ from runner.measure import (
     baseline,
     ceilings,
     choosing,
+    duration,
     energy,
-    length,
     memory,
     metrics,
     phases,
     profile,
     sampler,
-    timed,
     timing,
 )
-from runner.measure.stopwatch import Stopwatch, stopwatch
+from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Workload
 from runner.measure.workloads import workload
 
@@ -89,7 +88,7 @@ class _Run:
         me = self.me
         me.say("estimate")
         self.iteration_s = choosing.iteration_s(me, self.spec)
-        me.say("estimate", self.iteration_s, estimate_s=length.run_s(self.spec, self.iteration_s))
+        me.say("estimate", self.iteration_s, estimate_s=duration.iterations_s(self.spec, self.iteration_s))
         self.result["estimate"] = {"iteration_ms": self.iteration_s * 1e3}
 
     def check(self) -> None:
@@ -114,13 +113,13 @@ class _Run:
 
     def time(self) -> None:
         """Samples of the passes, with the clocks and the memory meanwhile."""
-        me, spec, work = self.me, self.spec, self.work
+        me, work = self.me, self.work
         work.release()
         used = self._memory() if me.device.type == "cpu" else None
         memory.reset_peak(me.device)
         me.say("timing", self.iteration_s)
         with sampler.sampling(me.device.type) as self.sampled:
-            self.measured, self.passes = timed.measure(me, spec, work, self._watch(), self.iteration_s)
+            self.measured, self.passes = timing.measure(work, self.iteration_s)
         self.measured["memory"] = used or self._memory()
         self.measured |= work.more()
 
@@ -132,12 +131,12 @@ class _Run:
             self._judge(again)
         if "reason" not in self.result:
             self.result |= self.measured
-            self.result["environment"]["during"] = timed.clocks(self.me, self.sampled)
+            self.result["environment"]["during"] = timing.clocks(self.me, self.sampled)
 
     def compare_with_do_bench(self) -> None:
         """Runs after the check, because it overwrites the outputs of the last timed iteration."""
         if self.spec.timing.do_bench:
-            times = timed.by_do_bench(self.me, self.spec, self.work, self.iteration_s)
+            times = timing.by_do_bench(self.work, self.iteration_s)
             self.result["timing"]["do_bench"] = times
 
     def compute_metrics(self) -> None:
@@ -155,33 +154,24 @@ class _Run:
         if self.spec.energy:
             fields, layers = self.result["metrics"], self.spec.timing.layers
             flops = metrics.iteration_flops(self.spec) * self.me.world // self.spec.sharing
-            about = self.measured_s * layers, layers, fields["tokens"], flops
-            self.result["energy"] = energy.measure(self.me, self.passes, self._watch(), *about)
+            timer = timing.Timer(self.passes, Stopwatch(self.me), "energy", self.measured_s * layers)
+            self.result["energy"] = energy.measure(timer, layers, fields["tokens"], flops)
 
     def record_phases(self) -> None:
         if self.spec.phases and self.work.has_phases:
             self.me.say("phases", self.iteration_s)
-            runs = length.phase_runs(self.spec, self.measured_s)
-            self.result |= phases.measure(self.me, self.work, self._watch(), runs, self.spec.nvtx)
+            self.result |= phases.measure(self.work, duration.phase_runs(self.spec, self.measured_s))
 
     def profile(self) -> None:
         if self.spec.timing.method == "profiler":
             self.me.say("profiler", self.iteration_s * 10)
-            runs = self.spec.timing.profile_runs
-            by_rank = self.me.gather(profile.profile(self.me, self.work, self._watch(), runs, self.folder))
-            self.result["profile"] = [fields for fields, _ in by_rank]
-            self.result["kernel_times"] = profile.together([fields.pop("kernel_times") for fields, _ in by_rank])
-            self.result["traces"] = [name for _, names in by_rank for name in names]
+            self.result |= profile.profile(self.work, self.spec.timing.profile_runs, self.folder)
 
     def compare_with_baseline(self) -> None:
         if self.spec.baseline != "none":
             self.work.release()
-            expected_s = length.baseline_iteration_s(self.spec, max(self.iteration_s, self.measured_s))
-            measure = baseline.measure if self.spec.baseline == "single" else baseline.dense
-            self.result["baseline"] = measure(self.me, self.spec, self.result["metrics"], expected_s)
-
-    def _watch(self) -> Stopwatch:
-        return stopwatch(self.me, together=self.me.world > 1)
+            expected_s = duration.baseline_iteration_s(self.spec, max(self.iteration_s, self.measured_s))
+            self.result["baseline"] = baseline.measure(self.me, self.spec, self.result["metrics"], expected_s)
 
     def _memory(self) -> dict[str, Any]:
         """The peak of an iteration and the inputs, by rank, in bytes. On a GPU the peak is of the iterations just timed."""
@@ -189,6 +179,6 @@ class _Run:
         if self.me.device.type == "cuda":
             mine = memory.of_gpu(self.me.device)
         else:
-            mine = memory.of_cpu(timed.sampled_passes(self.spec, self.work), inputs)
+            mine = memory.of_cpu(timing.sampled_passes(self.work), inputs)
             self.work.release()
         return {"by_rank": self.me.gather(mine | {"inputs": inputs})}

@@ -62,11 +62,14 @@ class Part:
         return Part(**plain | {"spec": WorldSpec(**plain["spec"])})
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file so that a reader never sees a part of it."""
+def write(path: Path, data: str | bytes) -> None:
+    """Write a file so that a reader never sees a part of it. Raises OSError, and leaves nothing, when the disk is full."""
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(text)
-    scratch.replace(path)
+    try:
+        scratch.write_bytes(data.encode() if isinstance(data, str) else data)
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

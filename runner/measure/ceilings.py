@@ -20,7 +20,7 @@ from runner import environment
 from runner.launch.rank import Rank
 from runner.measure import ceilings_file
 from runner.measure.ceilings_file import RATES
-from runner.measure.stopwatch import stopwatch, times_ms
+from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import DTYPES
 
 STEADY = 0.02  # a measurement ends with a round that is not faster by more than this share
@@ -104,7 +104,7 @@ def steady(rate: Callable[[], float]) -> float:
 
 def _rate(me: Rank, amount: float, run: Callable[[], object], calls: int) -> float:
     """`amount` per second of a call on the slowest rank, by the best of several marks around so many calls each."""
-    watch = stopwatch(me, together=me.world > 1)
+    watch = Stopwatch(me)
 
     def several() -> None:
         for _ in range(calls):
@@ -112,7 +112,7 @@ def _rate(me: Rank, amount: float, run: Callable[[], object], calls: int) -> flo
 
     def once() -> float:
         run()
-        ms = min(times_ms(watch, several, SIZES[me.device.type].repeats))
+        ms = min(watch.times_ms(several, SIZES[me.device.type].repeats))
         return min(me.gather(amount * calls * 1e3 / ms))
 
     return steady(once)

@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from runner import environment
-from runner.launch.rank import Rank
-from runner.measure import sampler, timed, timing
-from runner.measure.stopwatch import Stopwatch
-from runner.measure.workload import Passes
+from runner.measure import sampler
+from runner.measure.timing import Timer, undisturbed
 
 LEAD_S = 0.3  # until a counter, which lags, shows the power of the iterations
 WINDOW_S = 1.0
@@ -23,17 +21,15 @@ LEAST_S = 0.5  # between the changes of a counter that are used
 Changes = Sequence[tuple[float, int]]  # seconds and mJ
 
 
-def measure(
-    me: Rank, work: Passes, watch: Stopwatch, iteration_s: float, layers: int, tokens: int, flops: int
-) -> dict[str, Any]:
-    """`energy` of the result: of a window of iterations of `work` on GPUs, each with `layers` calls of so many tokens and
-    FLOPs over all ranks. iteration_s: seconds that an iteration should take."""
-    timer = timing.Timer(work, watch, announce=timed.Announcer(me, "energy", watch, iteration_s), agree=me.agree)
+def measure(timer: Timer, calls: int, tokens: int, flops: int) -> dict[str, Any]:
+    """`energy` of the result: of a window of the timer's iterations on GPUs, each with so many calls of so many tokens and FLOPs over
+    all ranks."""
+    me = timer.watch.me
     with sampler.sampling(me.device.type, "energy") as sampled:
-        watch.settle()
+        timer.watch.settle()
         me.barrier()
         begin = time.monotonic()
-        with timing.undisturbed():
+        with undisturbed():
             iterations = timer.warm(1, (LEAD_S + WINDOW_S) * 1e3).iterations
         seconds = time.monotonic() - begin
     nodes, ranks = me.gather(sampled), me.gather((environment.gpu_uuid(me.device), begin, seconds))
@@ -42,7 +38,7 @@ def measure(
         why = f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
         return {"unavailable": next((node["unavailable"] for node in nodes if "unavailable" in node), why)}
     watts = [power(counted[gpu], at) for gpu, at, _ in ranks]
-    return of_window(watts, max(seconds for *_, seconds in ranks), iterations * layers, tokens, flops)
+    return of_window(watts, max(seconds for *_, seconds in ranks), iterations * calls, tokens, flops)
 
 
 def power(changes: Changes, begin: float) -> float | None:

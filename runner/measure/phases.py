@@ -4,89 +4,138 @@ that adds up: compute, transfers and waiting on each rank. Each phase also has i
 from __future__ import annotations
 
 import platform
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from attention.profiling import WHOLE, Recorder, in_order, recording
+from attention.profiling import WHOLE, Recorder, Span, in_order, recording
 from runner.environment import boot_id
-from runner.launch.rank import Rank
-from runner.measure import timing
 from runner.measure.stopwatch import Stopwatch
-from runner.measure.workload import Workload
+from runner.measure.timing import LEAD_MS, Called, undisturbed
+from runner.measure.workload import Passes, Workload
 
 Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
+Times = dict[str, NDArray[np.float64]]  # of a pass: by phase the ms of each iteration and rank; 0 where it had none
 STRAGGLER = 1.1  # times the median over the ranks
 ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass; all others overlap them
 
 
-def measure(me: Rank, work: Workload, watch: Stopwatch, runs: int, nvtx: bool = False) -> dict[str, Any]:
-    """`phase_rows`, `phases` and `comm` of the result, from all ranks. nvtx: passes and phases are NVTX ranges."""
-    recorder = Recorder(me.device, torch.cuda.nvtx.range if nvtx else None)
+def measure(work: Workload, runs: int) -> dict[str, Any]:
+    """`phase_rows`, `phases` and `comm` of the result, from all ranks."""
+    me, watch = work.me, Stopwatch(work.me)
+    recorder = Recorder(me.device, torch.cuda.nvtx.range if work.experiment.nvtx else None)
     received: dict[str, dict[str, int]] = {}  # by this rank in the last run of each pass
 
-    @contextmanager
-    def counted(which: str) -> Iterator[None]:
+    def run(which: str) -> None:
         counter = work.transport.bytes_received
         counter.clear()
         with recorder.annotate(which):
-            yield
+            work.run(which)
         received[which] = dict(counter)
 
-    passes, _ = timing.record(timing.Around(work, counted), watch, runs, recorder, lambda: recording(recorder))
+    passes, _ = record(Called(work.passes, run), watch, runs, recorder)
     work.release()
-    on_cpu = me.device.type == "cpu"
-    origin = 0 if on_cpu else passes[0].start  # processes of a host share the monotonic clock
+    origin = passes[0][1][0].begin if watch.on_gpu else 0  # processes of a host share the monotonic clock
     mine: list[Row] = []
-    for number, recorded in enumerate(passes):
-        here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": recorded.which}
-        spans = [(WHOLE, watch.elapsed(origin, recorded.start), watch.elapsed(origin, recorded.stop))]
-        spans += [(span.name, *span.since(origin)) for span in recorded.spans]
-        steps = [-1, *(span.step for span in recorded.spans)]
-        for step, ms, (phase, start, stop) in zip(steps, shares(spans), spans, strict=True):
-            mine.append({**here, "phase": phase, "step": step, "ms": ms, "start_ms": start, "stop_ms": stop})
-    clock = (boot_id() or platform.node()) if on_cpu else me.rank
+    for number, (which, spans) in enumerate(passes):
+        here = {"iteration": number // len(work.passes), "rank": me.rank, "pass": which}
+        times = [(span.name, *span.since(origin)) for span in spans]
+        for span, ms, (phase, start, stop) in zip(spans, shares(times), times, strict=True):
+            mine.append({**here, "phase": phase, "step": span.step, "ms": ms, "start_ms": start, "stop_ms": stop})
+    clock = me.rank if watch.on_gpu else host_clock()  # each GPU has its own
     by_rank, received_by_rank, clocks = zip(*me.gather((mine, received, clock)), strict=True)
-    all_rows = [row for rows in by_rank for row in rows]
-    times = by_iteration(all_rows, me.world)
+    rows = [row for rows in by_rank for row in rows]
+    by_pass = times_of(rows, me.world)
     return {
-        "phase_rows": all_rows,
-        "phases": {which: summary(iterations) for which, iterations in times.items()},
+        "phase_rows": rows,
+        "phases": {which: summary(times) for which, times in by_pass.items()},
         "comm": {
             "transport": work.transport.name,
             "bytes_received_by_rank": received_by_rank,
-            "bandwidth": bandwidths(times, received_by_rank),
-            "clocks": on_one_clock(all_rows, clocks),
+            "bandwidth": bandwidths(by_pass, received_by_rank),
+            "clocks": on_one_clock(rows, clocks),
         },
     }
 
 
+def host_clock() -> str:
+    """Which clock the processes of this host read: the same on all of its CPUs."""
+    return boot_id() or platform.node()
+
+
+def record(
+    work: Passes,
+    watch: Stopwatch,
+    runs: int,
+    recorder: Recorder,
+    observed: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> tuple[list[tuple[str, list[Span]]], Any]:
+    """`runs` iterations as in `Timer.sample` within `observed`, where the recorder is active; and what `observed` gives. Of each pass
+    its name and its spans, of which the first is the whole.
+
+    On a GPU the CPU gets ahead by what recording costs it, which would appear as idle time of the GPU otherwise."""
+    leads = dict.fromkeys(work.passes, 0.0)
+    if watch.on_gpu:
+        usual = _issued_ms(work, watch)
+        with observed(), recording(recorder):
+            slowed = _issued_ms(work, watch)
+        leads = {which: LEAD_MS + max(0.0, slowed[which] - usual[which]) for which in work.passes}
+    passes = []
+    with observed() as observer, recording(recorder), undisturbed():
+        for which in work.passes * runs:
+            recorder.spans.clear()
+            watch.lead_ms, whole = leads[which], Span(recorder, WHOLE)
+            whole.begin, whole.finish = watch.around(work.run, which)
+            passes.append((which, [whole, *recorder.spans]))
+        watch.settle()
+    return passes, observer
+
+
+def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
+    """The CPU launch overhead of each pass in ms, at its second run."""
+    launched = {}
+    for which in work.passes * 2:
+        watch.settle()
+        start = time.perf_counter()
+        work.run(which)
+        launched[which] = (time.perf_counter() - start) * 1e3
+    watch.settle()
+    return launched
+
+
 def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> dict[str, Any]:
     """Changes `start_ms` and `stop_ms` of the rows, which are on each rank's clock, to ms since the first pass began.
-    clocks: by rank, which clock it reads; ranks of one host read the same on a CPU, and each GPU has its own.
+    clocks: by rank, which clock it reads.
 
     Ranks start each pass together. Two clocks are aligned so that the first of their ranks to start did so at the same
     time, in the median over the passes. Returns `count`, of the clocks, and `error_ms`: how far a pass's start lies from
     that in the median, on the worst clock; 0 for one clock."""
-    starts: dict[Any, dict[tuple[int, str], float]] = {clock: {} for clock in clocks}
-    wholes = [row for row in rows if row["phase"] == WHOLE]
-    for row in wholes:
-        earliest, place = starts[clocks[row["rank"]]], (row["iteration"], row["pass"])
-        earliest[place] = min(earliest.get(place, row["start_ms"]), row["start_ms"])
-    first = starts[clocks[0]]
-    ahead = {clock: [earliest[place] - first[place] for place in first] for clock, earliest in starts.items()}
+    starts: list[list[float]] = [[] for _ in clocks]  # of each rank's passes
+    for row in rows:
+        if row["phase"] == WHOLE:
+            starts[row["rank"]].append(row["start_ms"])
+
+    def earliest(clock: Any) -> list[float]:
+        return [
+            min(ms) for ms in zip(*(ms for ms, own in zip(starts, clocks, strict=True) if own == clock), strict=True)
+        ]
+
+    first = earliest(clocks[0])
+    ahead = {clock: [b - a for a, b in zip(first, earliest(clock), strict=True)] for clock in clocks}
     offsets = {clock: median(lead) for clock, lead in ahead.items()}
-    zero = min(row["start_ms"] - offsets[clocks[row["rank"]]] for row in wholes)
+    zero = min(ms[0] - offsets[clock] for ms, clock in zip(starts, clocks, strict=True))
     for row in rows:
         for key in ("start_ms", "stop_ms"):
             row[key] = round(row[key] - offsets[clocks[row["rank"]]] - zero, 6)
     error = max(median(abs(ms - offsets[clock]) for ms in lead) for clock, lead in ahead.items())
-    return {"count": len(starts), "error_ms": round(error, 6)}
+    return {"count": len(ahead), "error_ms": round(error, 6)}
 
 
 def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
@@ -109,63 +158,53 @@ def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
     return taken
 
 
-Iteration = list[dict[str, float]]  # by rank, the ms of each phase
-
-
-def by_iteration(rows: list[Row], world: int) -> dict[str, list[Iteration]]:
-    """The recorded rows by pass; rows with phase `pass` are a rank's whole pass."""
-    passes: dict[str, dict[int, Iteration]] = {}
+def times_of(rows: Sequence[Row], world: int) -> dict[str, Times]:
+    """The times of the recorded rows by pass."""
+    iterations = 1 + max(row["iteration"] for row in rows)
+    passes: dict[str, Times] = {}
     for row in rows:
-        iterations = passes.setdefault(row["pass"], {})
-        ranks = iterations.setdefault(row["iteration"], [defaultdict(float) for _ in range(world)])
-        ranks[row["rank"]][row["phase"]] += row["ms"]
-    return {which: list(iterations.values()) for which, iterations in passes.items()}
+        ms = passes.setdefault(row["pass"], {}).setdefault(row["phase"], np.zeros((iterations, world)))
+        ms[row["iteration"], row["rank"]] += row["ms"]
+    return passes
 
 
-def _medians(iterations: list[Iteration], phase: str) -> list[float]:
-    """By rank, over the iterations that have the phase; 0 where there is none."""
-    return [median([ms[phase] for ms in times if phase in ms] or [0.0]) for times in zip(*iterations, strict=True)]
+def _medians(times: NDArray[np.float64]) -> list[float]:
+    """Of a phase, by rank, over the iterations that have it; 0 where there is none."""
+    return [median([x for x in ms if x] or [0.0]) for ms in times.T.tolist()]
 
 
-def _means(iterations: Sequence[dict[str, float]]) -> dict[str, float]:
-    """By phase; one that an iteration lacks counts as 0."""
-    names = {name for ms in iterations for name in ms}
-    return {name: fmean(ms.get(name, 0.0) for ms in iterations) for name in names}
-
-
-def summary(iterations: list[Iteration]) -> dict[str, Any]:
+def summary(times: Times) -> dict[str, Any]:
     """Of a pass, on the slowest rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch
     overhead and gaps), the skew of compute between ranks, and stragglers. These are means over the same iterations, the
     middle half by length of the pass, so they add up. Each phase also has its median, mean, deviation and total over all
     iterations.
 
     comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; other phases overlap them."""
-    totals = _medians(iterations, WHOLE)
-    slowest = totals.index(max(totals))
-    ordered = sorted(iterations, key=lambda ranks: ranks[slowest][WHOLE])
-    kept = max(1, len(ordered) // 2)
-    first = (len(ordered) - kept) // 2
-    middle = [*map(_means, zip(*ordered[first : first + kept], strict=True))]
-    total = middle[slowest][WHOLE]
+    totals = _medians(times[WHOLE])
+    slowest, iterations = totals.index(max(totals)), len(times[WHOLE])
+    kept = max(1, iterations // 2)
+    ordered = times[WHOLE][:, slowest].argsort(kind="stable")[(iterations - kept) // 2 :][:kept]
+    middle = {name: ms[ordered].mean(0).tolist() for name, ms in times.items()}  # by rank
+    total = middle[WHOLE][slowest]
 
     def sums(prefix: str) -> list[float]:
-        return [sum(ms for name, ms in means.items() if name.startswith(prefix)) for means in middle]
+        return [sum(ms[rank] for name, ms in middle.items() if name.startswith(prefix)) for rank in range(len(totals))]
 
     def share(ms: float) -> float:
         return ms / total if total else 0.0
 
     def phase(name: str) -> dict[str, Any]:
-        every, ms = [ranks[slowest].get(name, 0.0) for ranks in iterations], middle[slowest].get(name, 0.0)
-        by_rank = _medians(iterations, name)
+        every, by_rank = times[name][:, slowest].tolist(), _medians(times[name])
         spread = {"mean_ms": fmean(every), "deviation_ms": pstdev(every), "total_ms": sum(every)}
+        ms = middle[name][slowest]
         return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], **spread, "by_rank_ms": by_rank}
 
-    names = in_order({name for ranks in iterations for name in ranks[slowest]} - {WHOLE})
+    names = in_order(name for name, ms in times.items() if name != WHOLE and ms[:, slowest].any())
     computes, waits = sums("comp_"), sums("wait_")
     compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
     return {
         "rank": slowest,
-        "iterations": len(iterations),
+        "iterations": iterations,
         "total_ms": total,
         "phases": {name: phase(name) for name in names},
         "compute_ms": compute,
@@ -182,22 +221,19 @@ def summary(iterations: list[Iteration]) -> dict[str, Any]:
     }
 
 
-def bandwidths(
-    passes: dict[str, list[Iteration]], received: Sequence[dict[str, dict[str, int]]]
-) -> dict[str, dict[str, Any]]:
+def bandwidths(passes: dict[str, Times], received: Sequence[dict[str, dict[str, int]]]) -> dict[str, Any]:
     """For each pass and kind of transfer, on the rank that receives most: bytes, ms of the transfer (its `comm_*`
     phase, including waits for late ranks), and the bandwidths of nccl-tests in GB/s. busbw counts the bytes that arrive
-    at a rank; algbw is busbw W / (W - 1). passes: of `by_iteration`. received: by rank, pass and kind."""
+    at a rank; algbw is busbw W / (W - 1). passes: of `times_of`. received: by rank, pass and kind."""
     world = len(received)
-    result: dict[str, dict[str, Any]] = {which: {} for which in received[0]}
-    for which in result:
-        for what in dict.fromkeys(key for rank in received for key in rank[which]):
+    result: dict[str, dict[str, Any]] = {}
+    for which, times in passes.items():
+        for what in dict.fromkeys(kind for rank in received for kind in rank[which]):
             sizes = [rank[which].get(what, 0) for rank in received]
-            size = max(sizes)
-            rank = sizes.index(size)
-            ms = _medians(passes[which], f"comm_{what}")[rank]
+            size, rank = max(sizes), sizes.index(max(sizes))
+            ms = _medians(times[f"comm_{what}"])[rank] if f"comm_{what}" in times else 0.0
             if size and ms:
                 busbw = size / ms / 1e6
                 rates = {"busbw_gb_s": busbw, "algbw_gb_s": busbw * world / (world - 1)}
-                result[which][what] = {"rank": rank, "bytes": size, "ms": ms, **rates}
-    return {which: kinds for which, kinds in result.items() if kinds}
+                result.setdefault(which, {})[what] = {"rank": rank, "bytes": size, "ms": ms, **rates}
+    return result

@@ -1,5 +1,5 @@
-"""The timing methods, with the clocks of `stopwatch`. All ranks do the same number of iterations. Samples are in ms, and
-none is dropped."""
+"""A run's timing: warm-up and samples by its method. All ranks do the same number of iterations. Samples are in ms, and none is
+dropped."""
 
 from __future__ import annotations
 
@@ -7,26 +7,30 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attention.profiling import Recorder, Span
+from attention.profiling import elapsed_ms
+from runner import environment
+from runner.launch.rank import Rank
 from runner.measure import statistics
 from runner.measure.statistics import Samples
-from runner.measure.stopwatch import CudaStopwatch, Stopwatch, between_marks, times_ms
+from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Passes, Workload
 
 LEAD_MS = 0.1  # the CPU's lead over the GPU before a sample, if it needs one
 WINDOW = 12  # the latest iterations of a warm-up, which are tested for a trend
 WINDOW_CHANCE = 0.05  # the significance of that trend
 BATCH = 10  # samples between two checks of `adaptive`
-
-T = TypeVar("T")
+SLOW_S = 1.0  # waiting for each iteration that takes so long does not affect the timing
+L2_BYTES = 256 << 20
+TURNS = 5  # of ours, between six of do_bench's
 
 
 @contextmanager
@@ -49,6 +53,14 @@ def iterate(work: Passes) -> None:
         work.run(which)
 
 
+@dataclass
+class Called:
+    """Passes that are run by a function of their names."""
+
+    passes: tuple[str, ...]
+    run: Callable[[str], None]
+
+
 @dataclass(frozen=True)
 class Warmed:
     """The outcome of a warm-up. back_to_back_ms: ms per iteration in its longest group of consecutive iterations, which run
@@ -62,16 +74,25 @@ class Warmed:
 
 @dataclass
 class Timer:
-    """Times iterations of `work` on this rank. flush: a buffer written before each pass, to empty the L2 cache. announce:
-    called with their number before iterations that follow each other, and with 0 after each of them. gather: every
-    rank's samples. agree: rank 0's decision."""
+    """Times iterations of `work` on the ranks of `watch`, which announce `phase`. iteration_s: seconds that an iteration should take.
+    flush: a buffer written before each pass, to empty the L2 cache."""
 
     work: Passes
     watch: Stopwatch
+    phase: str = "timing"
+    iteration_s: float = 0.0
     flush: Tensor | None = None
-    announce: Callable[[int], None] = lambda runs: None
-    gather: Callable[[Samples], list[Samples]] = lambda mine: [mine]
-    agree: Callable[[int], int] = int
+
+    def iterations(self, runs: int) -> Iterator[None]:
+        """So many turns of a loop over iterations, each announced. The CPU runs ahead of a GPU: there, iterations that are not slow are
+        announced together, before the first."""
+        ahead = self.watch.on_gpu and self.iteration_s < SLOW_S
+        for number in range(runs):
+            if not ahead and number:
+                self.watch.settle()
+            if not ahead or not number:
+                self.watch.me.say(self.phase, self.iteration_s * (runs if ahead else 1))
+            yield
 
     def warm(self, runs: int, at_least_ms: float, settle_ms: float = 0.0) -> Warmed:
         """Iterates until both limits are reached, equally on all ranks, then settles for at most `settle_ms`, if there were any. The clock is
@@ -83,18 +104,15 @@ class Timer:
         start = time.perf_counter()
         while more:
             began = time.perf_counter()
-            self.announce(more)
-            for _ in range(more):
+            for _ in self.iterations(more):
                 iterate(self.work)
-                self.announce(0)
             self.watch.settle()
             now = time.perf_counter()
             if done and more >= longest:
                 longest, each_ms = more, (now - began) * 1e3 / more
             done += more
-            passed_ms = (now - start) * 1e3
-            lacking = math.ceil(done * (at_least_ms - passed_ms) / passed_ms) if passed_ms < at_least_ms else 0
-            more = self.agree(min(lacking, done))
+            lacking = math.ceil(done * (at_least_ms / (now - start) / 1e3 - 1))
+            more = self.watch.agree(min(max(0, lacking), done))
         further, settled = self.settle(settle_ms if done else 0.0, each_ms)
         return Warmed(done + further, each_ms, settled)
 
@@ -103,100 +121,51 @@ class Timer:
         pass of the slowest rank, or until `cap_ms` is over; equally on all ranks. Returns the number of iterations, and
         whether they settled. each_ms: the time of an iteration so far; None if unknown: then a single iteration is timed
         first."""
-        latest: Samples = {}
-        done = 0
+        done, level = 0, False
+        for samples in self.batches(1 if each_ms is None else int(cap_ms / each_ms), WINDOW, cap_ms):
+            latest = self.watch.gather({which: ms[-WINDOW:] for which, ms in samples.items()})
+            done = len(samples[self.work.passes[0]])
+            level = not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in statistics.slowest(latest).values())
+            if done >= WINDOW and level:
+                break
+        return done, level if done >= statistics.TREND_SAMPLES else None
+
+    def adaptive(self, least: int, precision: float, cap_ms: float) -> tuple[Samples, bool]:
+        """(samples, whether the precision was met). Samples in batches until every pass of the slowest rank is precise
+        enough, or no batch fits in the time."""
+        met = False
+        for samples in self.batches(least, min(BATCH, least), cap_ms):
+            met = statistics.precise(self.watch.gather(samples), precision, least)
+            if met:
+                break
+        return samples, met
+
+    def batches(self, first: int, most: int, cap_ms: float) -> Iterator[Samples]:
+        """All samples of this rank so far, after each batch of at most `most` iterations, the first of `first` or fewer. The number of
+        the others is what still fits in the time; equal on all ranks."""
+        samples: Samples = {which: [] for which in self.work.passes}
         start = time.perf_counter()
-        while True:
-            left_ms = cap_ms - (time.perf_counter() - start) * 1e3
-            fitting = int(left_ms / each_ms) if each_ms is not None else int(cap_ms > 0)
-            more = self.agree(max(0, min(WINDOW, fitting)))
-            if more:
-                began = time.perf_counter()
-                for which, ms in statistics.slowest(self.gather(self.sample(more))).items():
-                    latest[which] = [*latest.get(which, []), *ms][-WINDOW:]
-                each_ms = (time.perf_counter() - began) * 1e3 / more
-                done += more
-            level = not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in latest.values())
-            if not more or (done >= WINDOW and level):
-                return done, level if done >= statistics.TREND_SAMPLES else None
+        runs = self.watch.agree(min(first, most) if cap_ms > 0 else 0)
+        while runs:
+            began = time.perf_counter()
+            for which, ms in self.sample(runs).items():
+                samples[which] += ms
+            yield samples
+            now = time.perf_counter()
+            fitting = int((cap_ms / 1e3 - (now - start)) / (now - began) * runs)
+            runs = self.watch.agree(max(0, min(fitting, most)))
 
     def sample(self, runs: int) -> Samples:
         """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end."""
         marks: dict[str, list[tuple[Any, Any]]] = {which: [] for which in self.work.passes}
-        self.announce(runs)
         with undisturbed():
-            for _ in range(runs):
+            for _ in self.iterations(runs):
                 for which in self.work.passes:
                     if self.flush is not None:
                         self.flush.zero_()
-                    marks[which].append(between_marks(self.watch, self.work.run, which))
-                self.announce(0)
+                    marks[which].append(self.watch.around(self.work.run, which))
             self.watch.settle()
-        return {which: [self.watch.elapsed(a, b) for a, b in pairs] for which, pairs in marks.items()}
-
-    def adaptive(self, least: int, precision: float, time_cap_s: float) -> tuple[Samples, bool]:
-        """(samples, whether the precision was met). Samples in batches until every pass of the slowest rank is precise
-        enough, or the time is over."""
-        samples: Samples = {which: [] for which in self.work.passes}
-        start = time.perf_counter()
-        while True:
-            for which, more in self.sample(min(BATCH, max(least, 1))).items():
-                samples[which] += more
-            met = statistics.precise(self.gather(samples), precision, least)
-            if met or self.agree(time.perf_counter() - start > time_cap_s):
-                return samples, met
-
-
-@dataclass(frozen=True)
-class Recorded:
-    """One pass of a rank: its begin, end and phases."""
-
-    which: str
-    start: Any
-    stop: Any
-    spans: list[Span]
-
-
-def record(
-    work: Passes, watch: Stopwatch, runs: int, recorder: Recorder, observed: Callable[[], AbstractContextManager[T]]
-) -> tuple[list[Recorded], T]:
-    """`runs` iterations as in `Timer.sample` within `observed`, where the recorder is active; and what `observed` gives."""
-    leads = leads_ms(work, watch, observed)
-    recorder.spans.clear()
-    passes = []
-    with observed() as observer, undisturbed():
-        for which in work.passes * runs:
-            if isinstance(watch, CudaStopwatch):
-                watch.lead_ms = leads[which]
-            passes.append(Recorded(which, *between_marks(watch, work.run, which), recorder.spans[:]))
-            recorder.spans.clear()
-        watch.settle()
-    return passes, observer
-
-
-def leads_ms(
-    work: Passes, watch: Stopwatch, observed: Callable[[], AbstractContextManager[object]]
-) -> dict[str, float]:
-    """The lead in ms that the CPU needs over the GPU in each pass, so that the cost of recording (within `observed`) does not
-    appear as idle time of the GPU. Empty on a CPU."""
-    if not isinstance(watch, CudaStopwatch):
-        return {}
-    usual = _issued_ms(work, watch)
-    with observed():
-        slowed = _issued_ms(work, watch)
-    return {which: LEAD_MS + max(0.0, slowed[which] - usual[which]) for which in work.passes}
-
-
-def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
-    """The CPU launch overhead of each pass in ms, at its second run."""
-    launched = {}
-    for which in work.passes * 2:
-        watch.settle()
-        start = time.perf_counter()
-        work.run(which)
-        launched[which] = (time.perf_counter() - start) * 1e3
-    watch.settle()
-    return launched
+        return {which: [elapsed_ms(*pair) for pair in pairs] for which, pairs in marks.items()}
 
 
 def simple(work: Workload, watch: Stopwatch, runs: int) -> Samples:
@@ -206,24 +175,13 @@ def simple(work: Workload, watch: Stopwatch, runs: int) -> Samples:
     with undisturbed():
         for which in work.passes:
             watch.settle()
-            samples[which] = [ms / runs for ms in times_ms(watch, partial(work.repeat, which, runs), 1)]
+            samples[which] = [ms / runs for ms in watch.times_ms(partial(work.repeat, which, runs), 1)]
     return samples
 
 
 def overhead_ms(watch: Stopwatch) -> float:
     """The measured time of an empty region, in ms: the minimum of five."""
-    return min(times_ms(watch, lambda: None, 5))
-
-
-class Around:
-    """Passes of which each runs within a context, made by its name."""
-
-    def __init__(self, work: Passes, context: Callable[[str], AbstractContextManager[object]]):
-        self.work, self.passes, self.context = work, work.passes, context
-
-    def run(self, which: str) -> None:
-        with self.context(which):
-            self.work.run(which)
+    return min(watch.times_ms(lambda: None, 5))
 
 
 class Graphed:
@@ -250,3 +208,88 @@ class Graphed:
     def run(self, which: str) -> None:
         self.graphs[which].replay()
         self.work.left = self.left  # the graph has rewritten these tensors
+
+
+def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[dict[str, Any], Passes]:
+    """`samples` and `timing` of the result, and the passes that were sampled. iteration_s: seconds that one iteration should
+    take. phase: what the ranks announce."""
+    me, options, layers = work.me, work.experiment.timing, work.experiment.timing.layers
+    by_graphs = options.method == "cudagraph"
+    passes: Passes = Graphed(work) if by_graphs else sampled_passes(work)
+    watch = Stopwatch(me, lead_ms=LEAD_MS if by_graphs else 0.0)
+    note: dict[str, Any] = {}
+    if options.method == "simple":
+        me.say(phase, iteration_s * options.timing_runs)  # one stretch that announces nothing
+        mine = simple(work, watch, options.timing_runs)
+    else:
+        timer = Timer(passes, watch, phase, iteration_s * layers, flush_buffer(work))
+        with undisturbed():
+            warmed = timer.warm(options.warmup_runs, options.warmup_ms, options.settle_ms)
+            if options.method == "adaptive":
+                limits = options.timing_runs, options.precision, options.time_cap_s * 1e3
+                mine, note["precision_met"] = timer.adaptive(*limits)
+            else:
+                mine = timer.sample(options.timing_runs)
+        back_to_back = [ms / layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
+        note |= {"warmup_iterations": warmed.iterations, "warmup_settled": warmed.settled}
+        note["back_to_back_ms"] = max(back_to_back, default=None)
+    samples = me.gather({which: [ms / layers for ms in times] for which, times in mine.items()})
+    times = statistics.of_ranks(samples, overhead_ms(watch) / layers)
+    about = {"flush_l2": options.flush_l2, "layers": layers, "new_packs": options.new_packs, "do_bench": None}
+    return {"samples": samples, "timing": {"method": options.method, "unit": "ms", **times, **about, **note}}, passes
+
+
+def sampled_passes(work: Workload) -> Passes:
+    """The passes that are sampled: the work's, or those of several layers."""
+    layers, new_packs = work.experiment.timing.layers, work.experiment.timing.new_packs
+    return work if layers == 1 and not new_packs else work.layered(layers, new_packs)
+
+
+def flush_buffer(work: Workload) -> Tensor | None:
+    """The buffer written before each pass if `timing.flush_l2` is set. Like triton's do_bench, 256 MB of int32: a GPU at its
+    power limit is the faster the longer it rests between passes, and bytes take longer to write."""
+    is_flushed = work.experiment.timing.flush_l2
+    return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=work.me.device) if is_flushed else None
+
+
+def by_do_bench(work: Workload, iteration_s: float) -> dict[str, dict[str, Any]]:
+    """`timing.do_bench`: each pass by triton.testing.do_bench and by our sampling under the same conditions, medians in ms: that pass
+    alone, in turns, with the same L2 flush, and an equal warm-up without a pause after it, since a GPU at its power limit sets
+    its clocks by the load just before. `ratio` is the median over our turns, each against do_bench's turns before and after
+    it, since clocks drift. The headline times differ: they alternate forward and backward, as training does."""
+    compared = {which: _in_turns(work, which, iteration_s) for which in work.passes}
+    work.release()
+    return compared
+
+
+def _in_turns(work: Workload, which: str, iteration_s: float) -> dict[str, Any]:
+    from triton.testing import do_bench
+
+    work.run("forward")
+    alone = Called((which,), lambda _: work.repeat(which, 1))
+    timer = Timer(alone, Stopwatch(work.me, alone=True), iteration_s=iteration_s, flush=flush_buffer(work))
+    theirs: list[float] = []
+    ours: list[float] = []
+    with undisturbed():
+        for _ in range(TURNS + 1):
+            if theirs:
+                runs = max(10, int(500 / theirs[0]))
+                for _ in timer.iterations(runs):
+                    iterate(alone)
+                ours.append(median(timer.sample(runs)[which]))
+            work.me.say("timing", iteration_s)
+            theirs.append(do_bench(partial(iterate, alone), warmup=500, rep=500, return_mode="median"))
+    by_turn = [2 * x / (a + b) for x, a, b in zip(ours, theirs, theirs[1:], strict=False)]
+    times = {"do_bench_ms": median(theirs), "ours_ms": median(ours), "ratio": median(by_turn)}
+    return times | {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
+
+
+def clocks(me: Rank, sampled: dict[str, Any]) -> dict[str, Any]:
+    """What each node's `sampler.sampling` found, for the GPUs that the ranks use."""
+    used = me.gather(environment.gpu_uuid(me.device)) if me.device.type == "cuda" else []
+    nodes = [node for node in me.gather(sampled) if node]
+    common = {key: next((node[key] for node in nodes if key in node), None) for key in ("period_ms", "unavailable")}
+    devices = [
+        {"device": name, **entry} for node in nodes for name, entry in node.get("of", {}).items() if name in used
+    ]
+    return {**common, "by_device": devices}

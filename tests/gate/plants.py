@@ -32,7 +32,7 @@ from runner.config.experiment import Experiment
 from runner.config.masks import NamedMask
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
-from runner.measure import timed as timed_run
+from runner.measure import timing
 from runner.measure.attention_work import AttentionWork
 
 Tensors = dict[str, Tensor]  # out and lse, or dq, dk, dv and dsinks, of this rank's shard
@@ -784,5 +784,5 @@ def timed(me: Rank, run: dict[str, Any], name: str) -> dict[str, Any]:
         return inner
 
     plant = next(plant for plant in PLANTS if plant.name == name)
-    with changed(timed_run, "measure", make), plant.plant():
+    with changed(timing, "measure", make), plant.plant():
         return job.run(me, run, None)

@@ -21,7 +21,7 @@ from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import ceilings, energy, sampler, timing
 from runner.measure.attention_work import AttentionWork
-from runner.measure.stopwatch import CpuStopwatch, stopwatch
+from runner.measure.stopwatch import Stopwatch
 from tests.jobs.reference import rel
 
 
@@ -40,12 +40,12 @@ def slowed(me: Rank, shares: dict[str, float] | None) -> None:
     """From now on each pass of this world's runs takes longer by a share of the time that it took, by the run's seed; None:
     no longer. Until then time is CPU time, of one thread: other processes, such as other tests, do not count."""
     work, mark = (_run, _mark) if shares is None else (partialmethod(_slow, shares), lambda _: time.process_time_ns())
-    AttentionWork.run, CpuStopwatch.mark = work, mark  # type: ignore[method-assign]
+    AttentionWork.run, Stopwatch.mark = work, mark  # type: ignore[method-assign]
     torch.set_num_threads(_threads if shares is None else 1)
 
 
 _threads = torch.get_num_threads()
-_run, _mark = AttentionWork.run, CpuStopwatch.mark
+_run, _mark = AttentionWork.run, Stopwatch.mark
 
 
 def _slow(work: AttentionWork, shares: dict[str, float], which: str) -> None:
@@ -167,17 +167,16 @@ def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float]
         mock.patch.object(sampler, "sampling", sampling),
         mock.patch.object(environment, "gpu_uuid", lambda _: f"GPU-{me.rank}"),
     ):
-        return energy.measure(me, work, stopwatch(me, together=True), 0.01, 2, 100, 3 * 10**12)
+        return energy.measure(timing.Timer(work, Stopwatch(me), "energy", 0.01), 2, 100, 3 * 10**12)
 
 
 def energy_and_zeus(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, Any], float, float | None]:
     """`energy` of a run on a GPU, its power in W as sampled in another window, and the joules of a call in a third by zeus,
     None where that is not installed."""
     spec = Experiment.from_plain(experiment)
-    work, watch = AttentionWork(me, spec), stopwatch(me, together=False)
-    timer = timing.Timer(work, watch)
+    timer = timing.Timer(AttentionWork(me, spec), Stopwatch(me))
     timer.warm(3, 1000.0)
-    found = energy.measure(me, work, watch, 0.01, 1, 100, 10**12)
+    found = energy.measure(timer, 1, 100, 10**12)
     with sampler.sampling("cuda") as sampled:
         timer.warm(3, 2000.0)
     power_w = sampled["of"][environment.gpu_uuid(me.device)]["power_w"]["median"]
