@@ -185,6 +185,7 @@ class CudaFabric:
 
     def use(self, flags: Shared) -> None:
         words = flags.by_rank[self.remote.rank].view(torch.int32)
+        self.memory = flags  # addresses and views keep none of it
         self.flags, self.waits = flags.addresses, dict[int, Wait]()
         memory, marks = DeviceMemory(words, len(words)), range(1, len(words), WORDS)
         self.watch = start(Watch(memory, self.remote, marks, self.waits.__getitem__))
