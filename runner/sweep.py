@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.markup import escape
 
 from runner import app, plan, rounds
+from runner.config import overrides
 from runner.output import terminal
 
 PLAN_S = 0.5  # of the plan before a sweep; runs beyond it are counted, not looked at
@@ -27,6 +28,7 @@ def launch(
     """Does the runs of a sweep, each given by its overrides. job: does the first turn of a run, given its overrides, its number and
     the number of runs that it is compared with, itself included. With `hydra.sweeper.max_batch_size` Hydra calls this for each
     batch."""
+    jobs = overrides.applied(jobs)
     app.tally.runs, app.tally.until_limit = (app.tally.runs or 0) + len(jobs), cfg.until_limit
     if not terminal.out.quiet:
         _say_plan(jobs, folder)

@@ -121,24 +121,43 @@ def is_sweep(arguments: Iterable[str]) -> bool:
 
 
 def for_each_run(arguments: list[str]) -> list[str]:
-    """Good overrides as Hydra needs them. It applies a key of one value to the defaults, too, whose choice of a group may lack
-    the key. So where the group is swept, the key becomes a sweep of one value, which Hydra applies to each run alone."""
+    """Good overrides as Hydra needs them. It applies a key of one value to the defaults, too, and refuses one that the choice of its
+    group lacks. So where the group is swept, the key becomes a sweep that Hydra adds to each run; `applied` takes it from the runs
+    that have no such key."""
     parsed = [parse(text) for text in arguments]
-    if not any("." in each.key_or_group and not each.is_hydra_override() for each in parsed):
-        return arguments
-    last = {each.key_or_group: each for each in [*_of_experiment(parsed), *parsed]}
-    swept = {name for name, each in last.items() if each.is_sweep_override()}
-    return [_for_each_run(text, each, swept) for text, each in zip(arguments, parsed, strict=True)]
+    last = {override.key_or_group: override for override in [*_of_experiment(parsed), *parsed]}
+    swept = {name for name, override in last.items() if override.is_sweep_override()}
+    added = {override.key_or_group for override in _of_experiment(parsed) if override.is_force_add()}
+    return [_for_each_run(text, x, swept, added) for text, x in zip(arguments, parsed, strict=True)]
 
 
-def _for_each_run(text: str, override: Override, swept: set[str]) -> str:
-    group, _, key = override.key_or_group.partition(".")
-    plain = override.type == OverrideType.CHANGE and not override.is_sweep_override()
-    if not key or group not in swept or not plain:
+def _for_each_run(text: str, override: Override, swept: set[str], added: set[str]) -> str:
+    name = override.key_or_group
+    group, _, key = name.partition(".")
+    of_swept = bool(key) and group in swept
+    if override.type != OverrideType.CHANGE or not (of_swept or name in added):
         return text
-    if override.value() is None:  # which Hydra's choice() refuses
+    if override.is_sweep_override() or override.value() is None:  # None: which Hydra's choice() refuses
         return f"++{text}"
-    return f"{override.get_key_element()}=choice({override.get_value_element_as_str() or repr('')})"
+    return f"++{name}=choice({override.get_value_element_as_str() or repr('')})"
+
+
+def applied(jobs: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The runs of a sweep, each by its overrides, without the keys that were added to all runs and that the choice of their group
+    lacks, such as attention.mixing of attention=dense. Of runs that thereby become equal, the first."""
+    return list(dict.fromkeys(tuple(_applied(job)) for job in jobs))
+
+
+def _applied(job: Sequence[str]) -> Iterator[str]:
+    for text in job:
+        name = text.removeprefix("++").partition("=")[0]
+        group, _, key = name.partition(".")
+        if not text.startswith("++") or not key or group not in groups():
+            yield text
+            continue
+        cfg = _composed(tuple(x for x in job if x.startswith(("+experiment=", f"{group}="))))[0]
+        if name in _paths(OmegaConf.to_container(cfg)):
+            yield text.removeprefix("++")
 
 
 def _of_experiment(parsed: list[Override]) -> list[Override]:
@@ -152,8 +171,7 @@ def jobs(arguments: Sequence[str]) -> list[tuple[str, ...]]:
     """The overrides of each run of a sweep, those of its experiment included, as Hydra's sweeper has them; of a key given twice
     the last ones hold."""
     values: dict[str, list[str]] = {}
-    parsed = [parse(text) for text in arguments]
-    for override in [*_of_experiment(parsed), *parsed]:
+    for override in [*_of_experiment(list(map(parse, arguments))), *map(parse, for_each_run(list(arguments)))]:
         if override.is_hydra_override():
             continue
         key = override.get_key_element()
@@ -164,7 +182,7 @@ def jobs(arguments: Sequence[str]) -> list[tuple[str, ...]]:
         else:
             texts = [override.get_value_element_as_str()]
         values[key] = [f"{key}={text}" for text in texts]
-    return list(product(*values.values()))
+    return applied(product(*values.values()))
 
 
 def composed(job: Sequence[str]) -> DictConfig:
@@ -251,14 +269,21 @@ def _check_keys(keys: list[Override], choices: dict[str, list[str]], known: dict
             if (group := each.key_or_group) in of_keys - choices.keys():
                 choices[group] = [f"{group}={value}" for value in _values(each, known[group])]
     varied = [found if group in of_keys else found[:1] for group, found in choices.items()]
+    lacking: dict[str, str] = {}  # why a key is refused where no choice has it
+    had: set[str] = set()
     for chosen in product(*varied):
         try:
             cfg = copy.deepcopy(_composed(chosen)[0])
         except HydraException as error:
             return " ".join(str(error).split())
-        if found := _against(cfg, keys, known):
-            return found
-    return None
+        paths = list(_paths(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
+        mine = [key for key in keys if key.key_or_group in paths]
+        had.update(key.key_or_group for key in mine)
+        for name in (key.key_or_group for key in keys if key not in mine):
+            lacking.setdefault(name, _unknown(name, cfg, paths, known))
+        if reason := _against(cfg, mine):
+            return reason
+    return next((reason for name, reason in lacking.items() if name not in had), None)
 
 
 @cache
@@ -274,14 +299,11 @@ def _composed(chosen: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
     return cfg, params or {}
 
 
-def _against(cfg: Any, keys: list[Override], known: dict[str, list[str]]) -> str | None:
-    """Why a configuration cannot take these overrides of keys, or None."""
-    paths = list(_paths(OmegaConf.to_container(cfg)))  # type: ignore[arg-type]
+def _against(cfg: Any, keys: list[Override]) -> str | None:
+    """Why a configuration cannot take these overrides of its keys, or None."""
     interpolated: list[tuple[str, Any, str]] = []
     for override in keys:
         name = override.key_or_group
-        if name not in paths:
-            return _unknown(name, cfg, paths, known)
         for value in _values(override, []):
             text = f"{name}={shown(value)}"
             if "???" in str(value):

@@ -14,10 +14,7 @@ from attention.masks.mask import Mask
 from attention.variants.base import Variant
 
 BEST = "best"  # of an option on the command line: the fastest of its choices
-MODULES = (
-    "dilated_multihead",
-    "dilated_multihead_longnet",
-)  # measured with the projections and the LayerNorm around them
+MODULES = ("dilated_multihead",)  # measured with the projections and the LayerNorm around them
 # options that divide a number
 DIVISORS = {"head_parts": "KV heads", "heads_k_stride": "KV heads", "ulysses_size": "ranks"}
 UNTRIED = ("mixing", "weights")  # options that change the result

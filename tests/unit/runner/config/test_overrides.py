@@ -123,27 +123,28 @@ def test_a_key_that_nothing_reads_cannot_be_added(override, nearest):
     assert nearest in (problem([override]) or "nothing")
 
 
-def test_an_option_is_checked_against_every_variant_of_a_sweep():
-    for variants in ("ring,ring_allgather", "ring_allgather,ring"):
-        found = problem([f"attention={variants}", "attention.heads_k_stride=1"])
-        assert found is not None and "attention=ring " in found
-
-
-def test_an_option_is_checked_against_the_variants_that_an_experiment_sweeps():
-    assert "attention=dense " in problem(["+experiment=dilated_suite", "attention.mixing=longnet"])
-    assert problem(["+experiment=dilated_suite", "attention=dilated,ring_dilated", "attention.mixing=longnet"]) is None
+@pytest.mark.parametrize(
+    "sweep", [["attention=ring,ring_allgather"], ["attention=ring_allgather,ring"], ["+experiment=speed"]]
+)
+def test_an_option_of_one_variant_of_a_sweep_is_taken_and_one_of_none_refused(sweep):
+    assert problem([*sweep, "attention.heads_k_stride=1"]) is None
+    assert "has no such option" in problem([*sweep, "attention.mixing=longnet"])
+    jobs = overrides.jobs(["attention=dense,dilated", "attention.mixing=head_groups,longnet"])
+    dilated = [("attention=dilated", f"attention.mixing={mixing}") for mixing in ("head_groups", "longnet")]
+    assert jobs == [("attention=dense",), *dilated]  # no run twice
 
 
 def test_options_that_the_defaults_lack_are_set_in_each_run_of_a_sweep(tmp_path):
-    given = ["attention=dilated,ring_dilated", "mask=choice(chunked)", "mask.chunk=64", "attention.segments=[8,16]",
+    given = ["attention=dense,dilated,ring_dilated", "mask=choice(chunked)", "mask.chunk=64", "attention.segments=[8,16]",
              "attention.mixing=${mode}", "mode=a b", "attention.rates=null", "attention.weights="]  # fmt: skip
     assert problem(given) is None
     with initialize_config_module("runner.conf", version_base="1.3"):
         hydra = GlobalHydra.instance().hydra
         texts = overrides.for_each_run([*given, f"hydra.sweep.dir={tmp_path}"])
-        (jobs,) = hydra.multirun(
+        ((dense, *jobs),) = hydra.multirun(
             "config", lambda cfg, **_: (cfg.mask, cfg.attention), texts, with_log_configuration=False
         )
+    assert dense.return_value[1] == {"name": "dense"}
     for job, name in zip(jobs, ("dilated", "ring_dilated"), strict=True):
         mask, attention = job.return_value
         found = (mask.chunk, attention.segments, attention.mixing, attention.rates, attention.weights)
@@ -162,7 +163,7 @@ def test_only_options_of_a_swept_group_are_set_run_by_run():
     ]
     assert overrides.for_each_run(alone) == alone
     swept = ["+experiment=dilated", "attention.weights=joint", "+attention.rates=null", "attention.segments=[8],[4]"]
-    assert overrides.for_each_run(swept) == [swept[0], "attention.weights=choice(joint)", *swept[2:]]
+    assert overrides.for_each_run(swept) == [*swept[:1], "++attention.weights=choice(joint)", swept[2], f"++{swept[3]}"]
 
 
 GOOD = [
