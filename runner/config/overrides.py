@@ -156,7 +156,7 @@ def _applied(job: Sequence[str]) -> Iterator[str]:
             yield text
             continue
         cfg = _composed(tuple(x for x in job if x.startswith(("+experiment=", f"{group}="))))[0]
-        if name in _paths(OmegaConf.to_container(cfg)):
+        if OmegaConf.select(cfg[group], key, default=_applied) is not _applied:
             yield text.removeprefix("++")
 
 
