@@ -53,8 +53,8 @@ class Ab:
         return [self._line(sorted(others - common), runs) for others, runs in pairs]
 
     def _line(self, others: list[str], runs: dict[str, Run]) -> str:
-        from runner.report.table import digits
-        from runner.report.verdicts import TOLERANCE, MeasuredPass, speed
+        from runner.report.table import time
+        from runner.report.verdicts import TOLERANCE, speed
 
         a, b = runs[self.first], runs[self.second]
         about = f"{' '.join(others)}: " if others else ""
@@ -63,10 +63,8 @@ class Ab:
                 return f"{about}no verdict: {mine} is {run.status}" + (
                     f", {run.result.reason}" * bool(run.result.reason)
                 )
-        verdict, ratio = speed(MeasuredPass.of(a, "total"), MeasuredPass.of(b, "total"), TOLERANCE, paired=True)
-        before, after = a.ms("total"), b.ms("total")
-        assert before and after
-        times = f"{digits(before)} → {digits(after)} ms"
+        verdict, ratio = speed(a, b, "total", TOLERANCE, paired=True)
+        times = f"{time(a, 'total')} → {time(b, 'total')} ms"
         return f"{about}{self.second} against {self.first}: {verdict}, {_by(verdict, ratio)} ({times})"
 
 

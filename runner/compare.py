@@ -23,7 +23,6 @@ lacks a run that is ok in A, and for sets that cannot be compared. Inconclusive 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -31,11 +30,10 @@ from pathlib import Path
 
 from runner import environment
 from runner.output import commands
-from runner.output.results import finite
-from runner.report import pair_formats
 from runner.report.pair_formats import Comparison
-from runner.report.pairs import add_options, check_options, compare
-from runner.report.runs import WAYS, WORKLOAD, Run, read, where
+from runner.report.pairs import compare
+from runner.report.runs import PASSES, Run, read, where
+from runner.report.verdicts import TOLERANCE
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,18 +42,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
-    check_options(options)
-    folders = [options.a, options.b, *options.more]
-    sets = {str(folder): where(read([folder]), options.where) for folder in folders}
-    names = [str(folder) for folder in folders]
+    for name in ("tolerance", "memory_tolerance"):
+        if not getattr(options, name) >= 0:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
+    sets = {str(folder): where(read([folder]), options.where) for folder in (options.a, options.b, *options.more)}
+    names = [str(folder) for folder in (options.a, options.b, *options.more)]
     if options.more:
         names = _in_commit_order(names, sets)
     steps = [_compared(a, sets[a], b, sets[b], options) for a, b in pairwise(names)]
-    if options.format == "json":
-        plain = [pair_formats.plain(step) for step in steps]
-        print(json.dumps(finite(plain if options.more else plain[0]), indent=1, ensure_ascii=False))
-    else:
-        print("\n\n".join(pair_formats.markdown(step, titled=len(steps) > 1) for step in steps))
+    print("\n\n".join(step.markdown(titled=len(steps) > 1) for step in steps))
     statuses = [step.exit_status for step in steps]
     return 1 if 1 in statuses else max(statuses)
 
@@ -63,7 +58,8 @@ def _main(options: argparse.Namespace) -> int:
 def _compared(name_a: str, a: Sequence[Run], name_b: str, b: Sequence[Run], options: argparse.Namespace) -> Comparison:
     pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
     if not any(pair.a and pair.b for pair in pairs):
-        raise ValueError(f"{name_a} and {name_b}: nothing was asked for in both{_apart(a, b)}")
+        alike = "the same variant, options, workload, ranks, kernel, transport, replay and timing"
+        raise ValueError(f"{name_a} and {name_b}: nothing was asked for in both; compared are runs with {alike}")
     if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
         raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
     return Comparison(name_a, name_b, a, b, pairs, options.which)
@@ -86,19 +82,11 @@ def _parser() -> argparse.ArgumentParser:
     add("a", type=Path, metavar="A", help="folder of a run or of many: before")
     add("b", type=Path, metavar="B", help="folder of a run or of many: after")
     add("more", type=Path, nargs="*", metavar="C", help="further folders: each is compared with the one before")
-    add_options(parser)
-    add("--format", choices=("md", "json"), default="md")
+    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
+    add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
+    add("--tolerance", type=float, default=TOLERANCE, help="of times (default 0.02: 2%%)")
+    add("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
     return parser
-
-
-def _apart(a: Sequence[Run], b: Sequence[Run]) -> str:
-    """The facts in which the sets have no value in common."""
-    found = []
-    for key in ("attention", *(key for key in WORKLOAD if key != "gpu"), *WAYS):
-        one, other = ({str(getattr(run, key)) for run in runs} for runs in (a, b))
-        if not one & other:
-            found.append(f"{key} is {' '.join(sorted(one))} in the one and {' '.join(sorted(other))} in the other")
-    return f": {'; '.join(found)}" if found else ""
 
 
 if __name__ == "__main__":

@@ -41,9 +41,21 @@ class PassTimes:
     outliers: int | None = None  # beyond 1.5 IQR of the quartiles (Tukey)
 
     @property
+    def text(self) -> str:
+        """The median in ms, with `!` where it is noisy."""
+        return f"{digits(self.median, self.noisy)}{'!' if self.noisy else ''}"
+
+    @property
     def spread(self) -> str:
         """IQR / median, with `!` where it is noisy and `~` where there is a trend."""
         return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
+
+
+def digits(value: float, noisy: bool = False) -> str:
+    """A time or rate with four digits, or with the two that noise leaves; at most three after the point, and all those before
+    it."""
+    places = (1 if noisy else 3) - (math.floor(math.log10(value)) if value else 0)
+    return f"{value:.{min(3, max(0, places))}f}"
 
 
 def quantile(ordered: Sequence[float], q: float) -> float:

@@ -3,16 +3,15 @@ fact of a result is its field in `fields`, the line that measures it, and its co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from runner.measure.statistics import NOISY, digits
 from runner.output.fields import Method
 from runner.output.record import Result
 from runner.output.terminal import gib
 
-NOISY = 0.05  # IQR over median
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 
 
@@ -71,12 +70,6 @@ def _used(result: Result, key: str) -> str | None:
     """The kernel or transport that ran, not `auto`."""
     name: str | None = getattr(result.chosen or result.experiment or result.asked, key)
     return None if name == "auto" else name
-
-
-def digits(ms: float, noisy: bool = False) -> str:
-    """A time with four digits, or with the two that noise leaves, and all those of whole ms."""
-    places = (1 if noisy else 3) - (math.floor(math.log10(ms)) if ms else 0)
-    return f"{ms:.{max(0, places)}f}"
 
 
 def _options(result: Result) -> str:

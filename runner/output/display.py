@@ -11,7 +11,7 @@ from rich.table import Table
 
 from attention.masks.band import Band
 from runner.output import columns, fields, summary, terminal
-from runner.output.columns import TABLE, Column, differ, digits
+from runner.output.columns import TABLE, Column, differ
 from runner.output.record import Result
 from runner.output.terminal import err as err
 from runner.output.terminal import flop, gib, new_table, note_dropped, seconds, show
@@ -137,7 +137,7 @@ def verdict(result: Result) -> Iterator[str]:
         return
     which, times = list(result.passes.items())[-1]
     found = result.metrics.passes[which]
-    parts = [f"{which} {digits(times.median, times.noisy)} ms ± {times.iqr_over_median / 2:.1%}"]
+    parts = [f"{which} {times.text} ms ± {times.iqr_over_median / 2:.1%}"]
     if result.gain and result.baseline:
         against = "dense attention" if result.baseline.kind == "dense" else "one rank"
         parts.append(f"{result.gain[0]:.2f}× {against}")
@@ -205,7 +205,7 @@ def _times(timing: fields.Timing, metrics: fields.Metrics, baseline: fields.Base
         known = (several or baseline.kind == "dense") and which in baseline.speedup
         table.add_row(
             which,
-            digits(times.median, times.noisy),
+            times.text,
             times.spread,
             f"{found.tokens_per_s:,.0f}" if found.tokens_per_s is not None else "",
             f"{found.tflops_per_device:.3g}",
@@ -312,10 +312,7 @@ def run_line(result: Result) -> str:
     """One run of a sweep, in a line."""
     if result.timing is None or not result.timed:
         return escape(f"{result.name}: {result.status}: {result.reason}")
-    times = ", ".join(
-        f"{which} {digits(found.median, found.noisy)}{'!' if found.noisy else ''}"
-        for which, found in result.passes.items()
-    )
+    times = ", ".join(f"{which} {found.text}" for which, found in result.passes.items())
     return f"{result.name}: {result.timing.rounds.unfinished or 'ok'}, {times} ms"
 
 

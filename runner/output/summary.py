@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from runner.output.columns import KEYS, TABLE, Column, differ, row
 from runner.output.reader import read_results, report_problems
 from runner.output.record import Result
 from runner.output.results import replacing, write_csv, write_text
+from runner.output.table import Table
 
 # the column that tells the values of a key apart, where it has another name
 COLUMN_OF = {"timing.layers": "timing", "timing.autograd_thread": "timing", "timing.new_packs": "seqlens"}
@@ -97,16 +96,6 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
     return found
 
 
-def escaped(text: str) -> str:
-    """The text as one line of Markdown, with any HTML in it shown as it is."""
-    return re.sub(r"[\r\n]+", " ", text).replace("&", "&amp;").replace("<", "&lt;")
-
-
-def markdown_row(texts: Iterable[str]) -> str:
-    """A row of a Markdown table."""
-    return "| " + " | ".join(escaped(text).replace("|", "\\|") for text in texts) + " |"
-
-
 def shown(rows: list[dict[str, Any]]) -> list[Column]:
     """The columns of a table of these rows: those that are not empty and, of what is swept, those in which the rows differ."""
     return [
@@ -118,10 +107,7 @@ def shown(rows: list[dict[str, Any]]) -> list[Column]:
 
 def markdown(rows: list[dict[str, Any]]) -> str:
     """The rows as a table, then the reasons of the runs that are not ok."""
-    columns = shown(rows)
-    lines = [markdown_row(column.title for column in columns), "|" + " --- |" * len(columns)]
-    lines += [markdown_row(column.text(entry) for column in columns) for entry in rows]
-    lines += [f"\n{remark}" for remark in remarks(rows)]
-    explained = [entry for entry in rows if entry["status"] != "ok" or entry["reason"]]
-    reasons = [f"- `{entry['name']}`: {entry['status']}: {escaped(entry['reason'] or '')}" for entry in explained]
-    return "\n".join([*lines, *(["", *reasons] if reasons else [])]) + "\n"
+    columns = {column.title: [column.text(entry) for entry in rows] for column in shown(rows)}
+    reasons = [f"- `{entry['name']}`: {entry['status']}: {entry['reason'] or ''}" for entry in rows if entry["reason"]]
+    notes = [*remarks(rows), *(["\n".join(reasons)] if reasons else [])]
+    return Table.of(columns, {column.title for column in TABLE if column.left}, notes).markdown()

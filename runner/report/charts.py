@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from runner.report.comparison import comparable
 from runner.report.labels import labels
-from runner.report.runs import PHRASES, WORKLOAD, Run
+from runner.report.runs import PHRASES, WORKLOAD, Run, latest
 from runner.report.table import fact
 
 # charts that a section of a document may show; each is the name of a panel
@@ -56,8 +56,8 @@ def timed(runs: Sequence[Run]) -> list[Run]:
     """The timed runs whose workload is known; of runs that are repeated, the latest."""
     runs = [run for run in comparable(runs) if run.ok]
     named = labels(runs)
-    latest = {(named[run], run.workload): run for run in sorted(runs, key=lambda run: run.environment.started_at)}
-    return [run for run in runs if latest[named[run], run.workload] is run]
+    last = {*latest(runs, lambda run: (named[run], run.workload)).values()}
+    return [run for run in runs if run in last]
 
 
 def varying(runs: Iterable[Run], *without: str) -> list[str]:

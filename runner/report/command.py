@@ -22,7 +22,7 @@ from typing import Any
 from runner.config import folders
 from runner.output import commands
 from runner.output.results import write_text
-from runner.output.summary import escaped
+from runner.output.table import escaped
 from runner.reading import read_text
 from runner.report import charts, page, parts, tables
 from runner.report.comparison import COMPARED, comparison_table, headline_table

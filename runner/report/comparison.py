@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from attention.variants.registry import AUTO
+from runner.output.table import Table
 from runner.peers import PEERS
-from runner.report.fair import EVEN, MIXED, by_time, even, mixed, mixed_note, noise, origins, tied
+from runner.report.fair import EVEN, MIXED, by_time, even, mixed, mixed_note, noisy, origins, tied
 from runner.report.labels import each_over_several_kernels, labels
-from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run, sortable
-from runner.report.table import BEST, NOISY, Table, counted, digits, fact
+from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run, latest, sortable
+from runner.report.table import BEST, NOISY, counted, fact, time
 
 COMPARED = (*PASSES, BACK_TO_BACK)
 LEFT = {FACTS[key] for key in ("features", "mask", "gpu", "mode", "dtype", "pack", "heads", "kernel")}
@@ -39,14 +40,11 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     by_kernel = each_over_several_kernels(runs)
     named = labels(runs, without={"asked_kernel"} if by_kernel else ())
     key = (*WORKLOAD, "asked_kernel") if by_kernel else WORKLOAD
-    rows = [
-        {named[run]: run for run in sorted(group, key=lambda run: run.environment.started_at)}
-        for group in by_workload(runs, key)
-    ]
+    rows = [latest(group, named.__getitem__) for group in by_workload(runs, key)]
     repeated = len(runs) - sum(map(len, rows))
     notes = [f"Where a run was repeated, its latest: {counted(repeated, 'earlier run')} left out."] if repeated else []
     columns = dict.fromkeys(named[run] for run in sorted(runs, key=lambda run: run.external))
-    return _side_by_side(rows, [*columns], which, lambda run: digits(run.ms(which)) + noise(run, which), key, notes)
+    return _side_by_side(rows, [*columns], which, lambda run: time(run, which), key, notes)
 
 
 def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool = False) -> Table:
@@ -56,27 +54,24 @@ def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool 
     runs = [run for run in comparable(runs) if run.external or run.attention == AUTO]
     if {run.external for run in runs} != {True, False}:
         raise ValueError("--table headline: needs runs of attention=auto and of an external package in these folders")
-    named = labels(runs)
-    columns = [AUTO, *dict.fromkeys(_package(run) for run in runs if run.external)]
-    rows = []
+    named, rows = labels(runs), []
     for group in by_workload(runs):
-        by_package: dict[str, list[Run]] = {}
-        for run in group:
-            by_package.setdefault(_package(run), []).append(run)
-        row = {package: (by_time(ways, which) or ways)[0] for package, ways in by_package.items()}
+        fastest_last = [run for run in group if run.ms(which) is None] + by_time(group, which)[::-1]
+        row = {_package(run): run for run in fastest_last}
         if AUTO not in row:
             continue
-        if not allow_mixed and mixed(_timed(row, which)):
+        if not allow_mixed and mixed(timed := by_time(row.values(), which)):
             raise ValueError(
                 f"--table headline: the row {fact(row[AUTO], 'seq_len')} is of several commits or machines "
-                f"({', '.join(origins(_timed(row, which)))}); measure it in one sweep, choose with --where, or allow it with --mixed"
+                f"({', '.join(origins(timed))}); measure it in one sweep, choose with --where, or allow it with --mixed"
             )
         rows.append(row)
 
     def text(run: Run) -> str:
         how = named[run] if run.external else run.took
-        return f"{digits(run.ms(which))}{noise(run, which)}" + (f" ({how})" if how else "")
+        return time(run, which) + (f" ({how})" if how else "")
 
+    columns = [AUTO, *dict.fromkeys(_package(run) for run in runs if run.external)]
     return _side_by_side(rows, columns, which, text, WORKLOAD, [HEADLINE])
 
 
@@ -96,44 +91,41 @@ def _side_by_side(
     """The facts of `key` in which the rows differ, the `text` of each column's run, bold for one that is faster than all
     others of its row by more than their spreads, and beside external packages the ratio of the fastest of them to `auto` or,
     without it, to the fastest of ours. The last fact of a row that mixes commits or machines is marked."""
-    first = [next(iter(row.values())) for row in rows]
+    first, timed = [next(iter(row.values())) for row in rows], [by_time(row.values(), which) for row in rows]
     shown = [name for name in key if len({getattr(run, name) for run in first}) > 1] or ["seq_len"]
     every = [run for row in rows for run in row.values()]
-    with_auto = any(run.attention == AUTO for run in every)
-    ratios = {run.external for run in every} == {True, False}
+    ours = AUTO if any(run.attention == AUTO for run in every) else "fastest of ours"
+
+    def cell(run: Run | None, best: Sequence[Run]) -> str:
+        """Its text, or the status of a run without a time."""
+        if run is None or run.ms(which) is None:
+            return "" if run is None or run.ok else run.status
+        return BEST.format(text(run)) if [run] == best else text(run)
+
     cells = []
-    for row, run in zip(rows, first, strict=True):
+    for row, run, runs in zip(rows, first, timed, strict=True):
         facts = [fact(run, name) for name in shown]
-        facts[-1] += MIXED if mixed(_timed(row, which)) else ""
-        winner = tied(row.values(), which)
-        texts = [_cell(row.get(column), which, text, winner) for column in columns]
-        cells.append([*facts, *texts, *([_ratio(row, which, with_auto)] if ratios else [])])
-    title = f"fastest external / {AUTO if with_auto else 'fastest of ours'}"
-    titles = [*(FACTS[name.removeprefix("asked_")] for name in shown), *columns, *([title] if ratios else [])]
-    notes = [*notes, *([EVEN] if any(texts[-1].startswith("even (") for texts in cells) else [])]
-    notes += [NOISY] if any(noise(run, which) for run in every if run.ms(which) is not None) else []
-    return Table(titles, cells, LEFT, notes + mixed_note([_timed(row, which) for row in rows]))
+        facts[-1] += MIXED if mixed(runs) else ""
+        cells.append([*facts, *(cell(row.get(column), tied(runs, which)) for column in columns)])
+    titles = [*(FACTS[name.removeprefix("asked_")] for name in shown), *columns]
+    notes = [*notes]
+    if {run.external for run in every} == {True, False}:
+        titles.append(f"fastest external / {ours}")
+        ratios = [_ratio(row, runs, which, ours == AUTO) for row, runs in zip(rows, timed, strict=True)]
+        cells = [[*texts, ratio] for texts, ratio in zip(cells, ratios, strict=True)]
+        notes += [EVEN] if any(ratio.startswith("even") for ratio in ratios) else []
+    notes += [NOISY] if any(noisy(run, which) for runs in timed for run in runs) else []
+    return Table(titles, cells, LEFT, notes + mixed_note(timed))
 
 
-def _timed(row: Row, which: str) -> list[Run]:
-    return by_time(row.values(), which)
-
-
-def _cell(run: Run | None, which: str, text: Callable[[Run], str], winner: Sequence[Run]) -> str:
-    """Its text, or the status of a run without a time."""
-    if run is None or run.ms(which) is None:
-        return "" if run is None or run.ok else run.status
-    return BEST.format(text(run)) if [run] == winner else text(run)
-
-
-def _ratio(row: Row, which: str, with_auto: bool) -> str:
+def _ratio(row: Row, timed: Sequence[Run], which: str, with_auto: bool) -> str:
     """The fastest external package over ours, `even` where they are, with the names of both. External packages are launched:
     so are ours that count."""
-    timed = {id(run): column for column, run in row.items() if run.ms(which) is not None}
-    runs = [run for run in _timed(row, which) if run.graphs is False]
+    names = {run: column for column, run in row.items()}
+    runs = [run for run in timed if run.graphs is False]
     theirs = next((run for run in runs if run.external), None)
     ours = next((run for run in runs if (run.attention == AUTO if with_auto else not run.external)), None)
-    if theirs is None or ours is None or mixed(_timed(row, which)):
+    if theirs is None or ours is None or mixed(timed):
         return ""
-    a, b = theirs.ms(which) or 0.0, ours.ms(which) or 1.0
-    return f"{'even' if even(theirs, ours, which) else f'{a / b:.2f}'} ({timed[id(theirs)]} / {timed[id(ours)]})"
+    ratio = (theirs.ms(which) or 0.0) / (ours.ms(which) or 1.0)
+    return f"{'even' if even(theirs, ours, which) else f'{ratio:.2f}'} ({names[theirs]} / {names[ours]})"

@@ -3,7 +3,7 @@ allow one."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -12,18 +12,17 @@ from runner.measure.statistics import NOISY as NOISY_IQR
 from runner.report.comparison import by_workload, comparable
 from runner.report.fair import by_time, even, origins, tied
 from runner.report.labels import labels
-from runner.report.runs import FACTS, WORKLOAD, Run
+from runner.report.runs import FACTS, WORKLOAD, Run, latest
 from runner.report.table import counted, fact
 
 COMPARED = (*WORKLOAD, "timing")  # the facts that runs of a case share
 MOST = 4  # sentences of a rule; if there are more, the last one counts the rest
-LONGEST = 110  # characters of a reason
 HALF = 0.5  # a share of the time above which something binds a run
-BOUNDS = {
-    "compute-bound": "compute takes",
-    "communication-bound": "compute waits for communication",
-    "bound by CPU launch overhead and gaps": "these take",
-}
+BOUNDS = (
+    "compute-bound: compute takes",
+    "communication-bound: compute waits for communication",
+    "bound by CPU launch overhead and gaps: these take",
+)
 RATES = {"communication": "link"}
 HOLDS = 0.05  # a phase below this share of the time holds nothing back
 
@@ -41,9 +40,10 @@ class Case:
 
 
 def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str]]:
-    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds it and holds it back, how noisy
-    the times are, and what failed."""
+    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds it and
+    holds it back, how noisy the times are, and what failed."""
     compared, named = cases(runs, which), labels(runs)
+    failed = sum(run.status != "ok" for run in runs)
     rules = {
         "fastest": fastest(compared, labels(runs, without={"timing"})),
         "external": against_external(compared),
@@ -51,39 +51,37 @@ def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str
         "limit": limit([case.runs[0] for case in compared] or [run for run in runs if run.ok]),
         "held back by": held_back(runs, named),
         "noise": noise(runs, named, which),
-        "failures": failed(runs, named),
+        "failures": [f"{failed} of {counted(len(runs), 'run')} failed or could not be done."] if failed else [],
     }
     return {about: texts for about, texts in rules.items() if texts}
 
 
 def cases(runs: Sequence[Run], which: str) -> list[Case]:
-    """The runs that may be compared, with at least two labels in each case."""
-    named = labels(runs, without={"timing"})
-    groups: dict[tuple[int, str], dict[str, Run]] = {}
-    for number, group in enumerate(by_workload(comparable(runs), COMPARED)):
-        for run in sorted(group, key=lambda run: run.environment.started_at):
-            if run.ms(which):
-                groups.setdefault((number, origins([run])[0]), {})[named[run]] = run  # the latest of a label
-    return [Case(by_time(latest.values(), which), which) for latest in groups.values() if len(latest) > 1]
+    """The runs that may be compared, the latest of each label, with at least two labels in each case."""
+    named, found = labels(runs, without={"timing"}), []
+    for group in by_workload(comparable(runs), COMPARED):
+        places: dict[str, list[Run]] = defaultdict(list)
+        for run in by_time(group, which):
+            places[origins([run])[0]].append(run)
+        found += [by_time(latest(at_one, named.__getitem__).values(), which) for at_one in places.values()]
+    return [Case(case, which) for case in found if len(case) > 1]
 
 
 def fastest(compared: Sequence[Case], named: dict[Run, str]) -> list[str]:
     """Which label is fastest in which cases and by how much, as far as the spreads allow to say so."""
-    first: dict[tuple[str, ...], list[Case]] = {}
+    first: dict[tuple[str, ...], list[Case]] = defaultdict(list)
     for case in compared:
-        first.setdefault(tuple(sorted(named[run] for run in tied(case.runs, case.which))), []).append(case)
+        first[tuple(sorted(named[run] for run in tied(case.runs, case.which)))].append(case)
     ahead, level = [], []
     for names, where in sorted(first.items(), key=lambda item: -len(item[1])):
+        who, at = _listed(names, MOST), _at(where, compared)
         if len(names) == 1:
-            ratios = _times([case.ratio(case.runs[1], case.runs[0]) for case in where])
-            ahead.append(f"{names[0]} is the fastest {_at(where, compared)}: the next takes {ratios} as long.")
+            ratios = _range([case.ratio(case.runs[1], case.runs[0]) for case in where], ".2f")
+            ahead.append(f"{who} is the fastest {at}: the next takes {ratios} times as long.")
         else:
-            level.append(
-                f"{_listed(names, MOST)} cannot be told apart {_at(where, compared)}: the spreads of their medians overlap."
-            )
-    return _cut(ahead, "variants are the fastest of some comparison") + _cut(
-        level, "groups are even in some comparison"
-    )
+            level.append(f"{who} cannot be told apart {at}: the spreads of their medians overlap.")
+    more = "variants are the fastest of some comparison", "groups are even in some comparison"
+    return _cut(ahead, more[0]) + _cut(level, more[1])
 
 
 def against_external(compared: Sequence[Case]) -> list[str]:
@@ -98,9 +96,8 @@ def against_external(compared: Sequence[Case]) -> list[str]:
     if not ratios:
         return []
     but = f"; the spreads overlap{f' in {ties}' if len(where) > 1 else ''}" if ties else ""
-    return [
-        f"The fastest external package takes {_times(ratios)} as long as the fastest of ours {_at(where, compared)}{but}."
-    ]
+    times, at = _range(ratios, ".2f"), _at(where, compared)
+    return [f"The fastest external package takes {times} times as long as the fastest of ours {at}{but}."]
 
 
 def shares(run: Run) -> list[float]:
@@ -119,29 +116,28 @@ def bound(runs: Iterable[Run]) -> list[str]:
     """Compute- or communication-bound, by the phases of the slowest rank."""
     known = [parts for run in runs if (parts := shares(run))]
     lines, rest = [], len(known)
-    for i, (kind, what) in enumerate(BOUNDS.items()):
+    for i, how in enumerate(BOUNDS):
         if most := [parts[i] for parts in known if parts[i] > HALF]:
             rest -= len(most)
-            lines.append(f"{_of_all(len(most), len(known))} {kind}: {what} {_percents(most)} of the recorded time.")
+            lines.append(f"{_of_all(len(most), len(known))} {how} {_range(most, '.0%')} of the recorded time.")
     if rest:
-        lines.append(
-            f"{_of_all(rest, len(known))} without a single bottleneck: none takes more than half of the recorded time."
-        )
+        who = _of_all(rest, len(known))
+        lines.append(f"{who} without a single bottleneck: none takes more than half of the recorded time.")
     return lines
 
 
 def limit(best: Iterable[Run]) -> list[str]:
     """How near the fastest runs come to the rates that were measured on this machine."""
-    by: dict[str, list[float]] = {}
+    by: dict[str, list[float]] = defaultdict(list)
     for run in best:
         metrics = run.result.last_metrics
         if metrics and metrics.sol and metrics.limited_by:
-            by.setdefault(RATES.get(metrics.limited_by, metrics.limited_by), []).append(metrics.sol)
+            by[RATES.get(metrics.limited_by, metrics.limited_by)].append(metrics.sol)
     lines = []
     for rate, sols in by.items():
         who = "The fastest run works" if len(sols) == 1 else f"The {len(sols)} fastest runs work"
         above = " Above 100%: the measured rate is too low." if max(sols) > 1.05 else ""
-        lines.append(f"{who} at {_percents(sols)} of the {rate} rate that was measured on this machine.{above}")
+        lines.append(f"{who} at {_range(sols, '.0%')} of the {rate} rate that was measured on this machine.{above}")
     return lines
 
 
@@ -150,11 +146,8 @@ def held_back(runs: Iterable[Run], named: dict[Run, str]) -> list[str]:
     worst: dict[str, tuple[float, str]] = {}
     for run in runs:
         for which, phases in run.result.phases.items() if run.ok else ():
-            parts = {
-                f"waiting for {name.removeprefix('wait_')} ({name})": phase.share or 0.0
-                for name, phase in phases.phases.items()
-                if name.startswith("wait_")
-            }
+            waits = {name: phase.share or 0.0 for name, phase in phases.phases.items() if name.startswith("wait_")}
+            parts = {f"waiting for {name.removeprefix('wait_')} ({name})": share for name, share in waits.items()}
             if phases.total_ms and phases.other_ms:
                 parts["launch overhead and gaps"] = 1 - phases.compute_share - phases.communication_share
             for name, share in parts.items():
@@ -167,7 +160,6 @@ def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
     """How noisy the times are, and which run is worst."""
     timed = {run: times for run in runs if run.ok and (times := run.times(which)) and times.n > 1}
     noisy = [run for run, times in timed.items() if times.noisy]
-    trend = sum(times.trend for times in timed.values())
     lines = []
     if noisy:
         worst = max(noisy, key=lambda run: timed[run].iqr_over_median)
@@ -178,23 +170,9 @@ def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
     elif timed:
         typical = median(times.iqr_over_median for times in timed.values())
         lines.append(f"No timed run is noisy: the interquartile range is {typical:.1%} of the median, typically.")
-    if trend:
+    if trend := sum(times.trend for times in timed.values()):
         lines.append(f"In {counted(trend, 'run')} the times rose or fell while they were taken.")
     return lines
-
-
-def failed(runs: Sequence[Run], named: dict[Run, str]) -> list[str]:
-    """The runs without a result, counted by status and reason; a long reason is cut."""
-    reasons: Counter[str] = Counter()
-    for run in runs:
-        if run.status != "ok":
-            reason = " ".join((run.result.reason or "no reason given").split())
-            reasons[f"{run.status}: {reason if len(reason) <= LONGEST else reason[: LONGEST - 1] + '…'}"] += 1
-    if not reasons:
-        return []
-    lines = [f"{n} {reason}" for reason, n in reasons.most_common()]
-    first = f"{reasons.total()} of {counted(len(runs), 'run')} failed or could not be done."
-    return [first, *_cut(lines, "reasons; the last section has all")]
 
 
 def _at(where: Sequence[Case], compared: Sequence[Case]) -> str:
@@ -204,12 +182,11 @@ def _at(where: Sequence[Case], compared: Sequence[Case]) -> str:
     if len(where) == len(compared):
         return f"in all {len(compared)} comparisons"
     varying = [key for key in COMPARED if len({getattr(case.runs[0], key) for case in compared}) > 1]
+    texts = [[fact(case.runs[0], key) or "none" for key in varying] for case in where]
     if len(varying) == 1 and len(where) <= 3:
-        values = [fact(case.runs[0], varying[0]) or "none" for case in where]
-        return f"at {FACTS[varying[0]]} = {_listed(values)}"
+        return f"at {FACTS[varying[0]]} = {_listed([text for (text,) in texts])}"
     if len(where) == 1 and varying:
-        facts = [f"{FACTS[key]} {fact(where[0].runs[0], key) or 'none'}" for key in varying]
-        return f"at {', '.join(facts)}"
+        return f"at {', '.join(f'{FACTS[key]} {text}' for key, text in zip(varying, texts[0], strict=True))}"
     return f"in {len(where)} of {len(compared)} comparisons"
 
 
@@ -226,14 +203,6 @@ def _listed(names: Sequence[str], most: int = 100) -> str:
     if len(names) > most:
         names = [*names[: most - 1], f"{len(names) - most + 1} more"]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-def _times(ratios: Sequence[float]) -> str:
-    return f"{_range(ratios, '.2f')} times"
-
-
-def _percents(shares: Sequence[float]) -> str:
-    return _range(shares, ".0%")
 
 
 def _range(values: Sequence[float], format: str) -> str:

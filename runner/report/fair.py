@@ -39,10 +39,10 @@ def tied(runs: Iterable[Run], which: str) -> list[Run]:
     return [run for run in timed if run is timed[0] or even(timed[0], run, which)]
 
 
-def noise(run: Run, which: str) -> str:
-    """`!` for a noisy pass."""
+def noisy(run: Run, which: str) -> bool:
+    """Whether the samples of a pass are noisy."""
     times = run.times(which)
-    return "!" if times is not None and times.noisy else ""
+    return times is not None and times.noisy
 
 
 def origins(runs: Iterable[Run]) -> list[str]:

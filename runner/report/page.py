@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from runner.output.record import STATUSES
 from runner.output.results import finite, write_text
 from runner.report import charts, tables
 from runner.report.entries import columns
@@ -53,6 +54,7 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
         parts=of,
         charted=bool(specs) or any(part.compared for part in of),
         failures=tables.failure_groups(runs),
+        failed=STATUSES[1:],
         data=Markup(in_script(data)),
     )
 

@@ -1,23 +1,22 @@
-"""A comparison of two result sets as Markdown and JSON."""
+"""A comparison of two result sets as Markdown."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import geometric_mean
 
-from runner.output.summary import escaped
+from runner.output.table import Table, escaped
 from runner.output.terminal import gib
 from runner.report.labels import varying_options
 from runner.report.pairs import Pair, settings_apart
 from runner.report.runs import FACTS, PASSES, Run
-from runner.report.table import Table, differing, digits, fact
+from runner.report.table import differing, fact, time
 from runner.report.tables import LEFT, environment_table
 from runner.report.verdicts import Verdict
 
-SAID = (Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE)  # with the interval of their ratio
+SAID = {Verdict.SLOWER, Verdict.FASTER, Verdict.INCONCLUSIVE}  # with the interval of their ratio
 WAY_OUT = "inconclusive: the spread hides the tolerance; timing=adaptive or more timing.timing_runs narrows it"
 
 
@@ -46,12 +45,12 @@ class Comparison:
             for title in {**before, **after}
             if title != "command" and before.get(title) != after.get(title)
         }
-        commit = apart.pop("commit", "")
+        commit, settings = apart.pop("commit", ""), settings_apart(self.pairs)
         versions = [sorted({run.result.schema_version for run in runs}) for runs in (self.runs_a, self.runs_b)]
-        schemas = " → ".join(" and ".join(map(str, found)) for found in versions)
+        schemas = " → ".join(" and ".join(map(str, numbers)) for numbers in versions)
         notes = {
             f"not measured alike: {'; '.join(f'{title} {change}' for title, change in apart.items())}": apart,
-            f"settings differ: {'; '.join(settings_apart(self.pairs))}": settings_apart(self.pairs),
+            f"settings differ: {'; '.join(settings)}": settings,
             f"results of other versions: schema {schemas}": versions[0] != versions[1],
             f"commit: {commit}": commit,
             WAY_OUT: any(Verdict.INCONCLUSIVE in pair.verdicts for pair in self.pairs),
@@ -63,89 +62,58 @@ class Comparison:
         """The number of pairs by verdict, and the geometric mean of B's time over A's."""
         counts = Counter(verdict for pair in self.pairs for verdict in pair.verdicts)
         text = f"{len(self.pairs)} runs: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}"
-        which, both = self.which, [(pair.a, pair.b) for pair in self.pairs if pair.a and pair.b]
-        ratios = [y / x for a, b in both if (x := a.ms(which)) and (y := b.ms(which))]
+        times = [[run.ms(self.which) for run in pair.runs] for pair in self.pairs]
+        ratios = [ms[0] / ms[1] for ms in times if len(ms) == 2 and ms[0] and ms[1]]
         if not ratios:
             return text
-        mean = math.exp(math.fsum(map(math.log, ratios)) / len(ratios))
-        return f"{text}; {which} in B over A: {mean:.3f} (geometric mean of {len(ratios)})"
+        return f"{text}; {self.which} in B over A: {geometric_mean(ratios):.3f} (geometric mean of {len(ratios)})"
+
+    def markdown(self, titled: bool = False) -> str:
+        """The table and what is said of it; `titled` with the names of both sets above."""
+        title = [f"## {escaped(self.a)} → {escaped(self.b)}\n"] if titled else []
+        return "\n".join([*title, table(self.pairs).markdown(), *map(escaped, [*self.notes, self.summary])])
 
 
 def table(pairs: Sequence[Pair]) -> Table:
     """A row for each pair: what sets it apart, its passes and its peak memory from A to B, and the verdict."""
-    runs = [run for pair in pairs for run in (pair.a, pair.b) if run is not None]
-    shown, varying = _shown(pairs), varying_options(runs)
-    passes = [which for which in PASSES if any(_time(run, which) is not None for run in runs)]
-    rows = [
-        [
-            *(fact(pair.either, key, varying) for key in shown),
-            *(_change(_time(pair.a, which), _time(pair.b, which), digits) for which in passes),
-            _change(_peak(pair.a), _peak(pair.b), gib),
-            f"**{text(pair)}**" if pair.worse or pair.missing else text(pair),
-        ]
-        for pair in pairs
-    ]
-    titles = [*(FACTS[key] for key in shown), *(f"{which} ms" for which in passes), "peak memory a rank", ""]
-    return Table(titles, rows, LEFT | {""})
+    runs = [run for pair in pairs for run in pair.runs]
+    varying, first = varying_options(runs), [pair.runs[0] for pair in pairs]
+    shown = [key for key in differing(first) if key not in ("gpu", "kernel", "transport")]
+    # kernel and transport only where the runs were asked for several
+    shown += [key for key in ("kernel", "transport") if len({getattr(run, f"asked_{key}") for run in runs}) > 1]
+    passes = [which for which in PASSES if any(run.ok and which in run.passes for run in runs)]
+    columns = {FACTS[key]: [fact(run, key, varying) for run in first] for key in shown}
+    for which in passes:
+        columns[f"{which} ms"] = [_change(_time(pair.a, which), _time(pair.b, which)) for pair in pairs]
+    columns["peak memory a rank"] = [_change(_peak(pair.a), _peak(pair.b)) for pair in pairs]
+    columns[""] = [f"**{text(pair)}**" if pair.worse or pair.missing else text(pair) for pair in pairs]
+    return Table.of(columns, LEFT | {""})
 
 
-def _shown(pairs: Sequence[Pair]) -> list[str]:
-    """The facts that tell the pairs apart; kernel and transport where the runs were asked for several."""
-    runs = [run for pair in pairs for run in (pair.a, pair.b) if run is not None]
-    found = [key for key in differing([pair.either for pair in pairs]) if key not in ("gpu", "kernel", "transport")]
-    return found + [key for key in ("kernel", "transport") if len({getattr(run, f"asked_{key}") for run in runs}) > 1]
+def _time(run: Run | None, which: str) -> tuple[float | None, str]:
+    return (run.ms(which), time(run, which)) if run and run.ok and which in run.passes else (None, "none")
 
 
-def _time(run: Run | None, which: str) -> float | None:
-    return run.ms(which) if run is not None and which in run.passes else None
+def _peak(run: Run | None) -> tuple[float | None, str]:
+    peak = run.result.peak_bytes if run and run.ok else None
+    return peak, "none" if peak is None else gib(peak)
 
 
-def _peak(run: Run | None) -> float | None:
-    return run.result.peak_bytes if run is not None and run.ok else None
-
-
-def _change(a: float | None, b: float | None, text: Callable[[float], str]) -> str:
+def _change(*values: tuple[float | None, str]) -> str:
+    """A value from A to B, each beside its text."""
+    (a, before), (b, after) = values
     if a is None and b is None:
         return ""
-    change = " → ".join("none" if value is None else text(value) for value in (a, b))
-    return f"{change} ({b / a - 1:+.1%})" if a and b else change
+    return f"{before} → {after}" + (f" ({b / a - 1:+.1%})" if a and b else "")
 
 
 def text(pair: Pair) -> str:
     """The verdicts of a pair, with the interval of the ratio or the reason of a failure."""
-    found = ", ".join(pair.verdicts)
-    if pair.ratio is not None and set(pair.verdicts) & set(SAID):
-        found += f" (B/A {pair.ratio[0]:.3f} to {pair.ratio[1]:.3f})"
-    failed = next((run for run in (pair.b, pair.a) if run is not None and not run.ok), None)
-    if failed is not None:
-        reason = " ".join((failed.result.reason or "").split())[:100]
-        found += f": {failed.status}, {reason}" if reason else f": {failed.status}"
-    return found
-
-
-def markdown(of: Comparison, titled: bool = False) -> str:
-    """The table and what is said of it; `titled` with the names of both sets above."""
-    title = [f"## {escaped(of.a)} → {escaped(of.b)}\n"] if titled else []
-    return "\n".join([*title, table(of.pairs).markdown(), *map(escaped, [*of.notes, of.summary])])
-
-
-def plain(of: Comparison) -> dict[str, Any]:
-    """Each pair with its facts, medians in ms with their 95% intervals, ratio, verdicts, and whether it is worse."""
-    pairs = [
-        {
-            **{key: getattr(pair.either, key) for key in _shown(of.pairs)},
-            **{name: run and _side(run, of.which) for name, run in (("a", pair.a), ("b", pair.b))},
-            "ratio_ci95": pair.ratio,
-            "verdicts": list(pair.verdicts),
-            "worse": pair.worse,
-        }
-        for pair in of.pairs
-    ]
-    about = {key: getattr(of, key) for key in ("a", "b", "summary", "notes", "exit_status")}
-    return about | {"pass": of.which, "pairs": pairs}
-
-
-def _side(run: Run, which: str) -> dict[str, Any]:
-    times = run.times(which) if run.ok else None
-    about = {"name": run.result.name, "status": run.status, "reason": run.result.reason, "peak_bytes": _peak(run)}
-    return about | {"median_ms": times and times.median, "ci95_ms": times and times.ci95}
+    verdicts = ", ".join(pair.verdicts)
+    if pair.ratio is not None and SAID & {*pair.verdicts}:
+        verdicts += f" (B/A {pair.ratio[0]:.3f} to {pair.ratio[1]:.3f})"
+    for run in pair.runs:
+        if not run.ok:
+            reason = " ".join((run.result.reason or "").split())[:100]
+            return f"{verdicts}: {run.status}" + (f", {reason}" if reason else "")
+    return verdicts

@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import argparse
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from runner.report.entries import flat
-from runner.report.runs import PASSES, Run
-from runner.report.verdicts import TOLERANCE, Interval, MeasuredPass, Verdict, speed
+from runner.report.runs import Run, latest
+from runner.report.verdicts import Interval, Verdict, speed
 
+# settings and groups of settings by which runs are paired, beside their ranks, replay and timing
+WORK = (
+    "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "seq_len", "q_len", "kv_lengths", "prefix", "causal", "window",
+    "seqlens", "scale", "softcap", "sinks", "mode", "deterministic", "attention", "mask", "model", "kernel.name",
+    "transport.name", "dtype.name",
+)  # fmt: skip
 # settings by which runs are not told apart, and which may change their times
 BESIDE = ("timing.", "launch.env", "launch.share_gpu", "hardware.", "seed")
 RESIDENT_NOISE = 16 << 20  # bytes by which the memory of a CPU process differs from one run to the next
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options that say which runs are compared, and how."""
-    add = parser.add_argument
-    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
-    add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
-    add("--tolerance", type=float, default=TOLERANCE, help="of times (default 0.02: 2%%)")
-    add("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
-
-
-def check_options(options: argparse.Namespace) -> None:
-    """Raises ValueError."""
-    for name in ("tolerance", "memory_tolerance"):
-        if not getattr(options, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
 
 
 @dataclass(frozen=True)
@@ -44,10 +32,9 @@ class Pair:
     ratio: Interval | None = None
 
     @property
-    def either(self) -> Run:
-        found = self.b or self.a
-        assert found is not None
-        return found
+    def runs(self) -> list[Run]:
+        """B's first."""
+        return [run for run in (self.b, self.a) if run is not None]
 
     @property
     def worse(self) -> bool:
@@ -62,47 +49,33 @@ def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, me
     """All runs of both sets in pairs, in the order of B's tables, then the runs that B lacks. Of a repeated run the
     latest counts."""
     key = keys((*b, *a))
-    before, after = (
-        {key[run]: run for run in sorted(runs, key=lambda run: run.environment.started_at)} for runs in (a, b)
-    )
-    found = dict.fromkeys(key.values())
-    return [pair_of(before.get(key), after.get(key), which, tolerance, memory_tolerance) for key in found]
+    before, after = (latest(runs, key.__getitem__) for runs in (a, b))
+    limits = which, tolerance, memory_tolerance
+    return [pair_of(before.get(work), after.get(work), *limits) for work in dict.fromkeys(key.values())]
 
 
-def keys(runs: Sequence[Run]) -> dict[Run, tuple[object, ...]]:
+def keys(runs: Sequence[Run]) -> dict[Run, Hashable]:
     """What was asked of each run: `asked`, and the replay where all runs of which the same was asked have one."""
-    found = {run: asked(run) for run in runs}
-    older = {key for run, key in found.items() if "replay" not in run.result.config}
-    return {run: (*key, None if key in older else run.replay) for run, key in found.items()}
+    works = {run: asked(run) for run in runs}
+    older = {work for run, work in works.items() if "replay" not in run.result.config}
+    return {run: (work, None if work in older else run.replay) for run, work in works.items()}
 
 
-def asked(run: Run) -> tuple[object, ...]:
-    """The settings by which runs are compared, from the configuration: a refused run has no experiment."""
-    config, group = run.result.config, run.result.group
+def asked(run: Run) -> Hashable:
+    """The settings by which runs are compared, from the configuration: a refused run has no experiment. What older results
+    lack is as if it were off."""
+    config = run.result.config
     if not run.attention:
-        return ("not understood", run.result.key, str(config))
-    keys = [
-        "batch", "heads", "kv_heads", "head_dim", "seq_len", "q_len", "causal", "window", "seqlens", "mode", "deterministic",
-        "kv_lengths", "prefix",
-    ]  # fmt: skip
-    if config.get("seqlens") in ("random", "real"):
-        keys += ["seqlens_mean", "seqlens_std", "seqlens_multiple", "seed"]
-    keys += ["seed"] if config.get("kv_lengths") == "random" else []
-    # what older results lack is as if it were off
-    later = [config.get(key) or None for key in ("v_head_dim", "scale", "softcap", "sinks")]
-    named = [_settings(group(key)) for key in ("mask", "model") if group(key).get("name") not in (None, "none")]
-    names = [group(key).get("name") for key in ("kernel", "transport", "dtype")]
-    options = _settings(group("attention"))
-    return (
-        run.world_size,
-        run.graphs,
-        run.timing,
-        *(str(x) for x in (*map(config.get, keys), *later, *names, options, named)),
-    )
-
-
-def _settings(group: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted((key, value) for key, value in group.items() if value is not None)
+        return run.result.key, str(config)
+    random = config.get("seqlens") in ("random", "real")
+    drawn = ("seed", "seqlens_mean", "seqlens_std", "seqlens_multiple") if random else ()
+    names = {*WORK, *drawn, *(["seed"] if config.get("kv_lengths") == "random" else [])}
+    settings = {
+        (key, text)
+        for key, text in flat(config).items()
+        if names & {key, key.partition(".")[0]} and text not in ("none", "false")
+    }
+    return run.world_size, run.graphs, run.timing, frozenset(settings)
 
 
 def pair_of(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> Pair:
@@ -113,7 +86,7 @@ def pair_of(a: Run | None, b: Run | None, which: str, tolerance: float, memory_t
         return Pair(a, b, (Verdict.NEW,))
     if not a.ok or not b.ok:
         return Pair(a, b, (Verdict.MENDED if b.ok else Verdict.BROKEN if a.ok else Verdict.FAILED,))
-    verdict, ratio = speed(MeasuredPass.of(a, which), MeasuredPass.of(b, which), tolerance)
+    verdict, ratio = speed(a, b, which, tolerance)
     if _larger(a, b, memory_tolerance):
         return Pair(a, b, (Verdict.LARGER,) if verdict == Verdict.EVEN else (verdict, Verdict.LARGER), ratio)
     return Pair(a, b, (verdict,), ratio)

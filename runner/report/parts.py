@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from runner.output.summary import escaped
+from runner.output.table import Table, escaped
 from runner.report import charts, tables
 from runner.report.comparison import comparable, comparison_table
 from runner.report.conclusions import conclusions
 from runner.report.labels import labels
 from runner.report.panels import Panel, panels
 from runner.report.runs import PASSES, Run
-from runner.report.table import Table, in_common
+from runner.report.table import in_common
 
 
 @dataclass(frozen=True)

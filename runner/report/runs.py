@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from attention.masks.band import Band
 from runner.config.variants import BEST, setting_label
@@ -25,6 +25,7 @@ WORKLOAD = (
 WAYS = ("asked_kernel", "asked_transport", "graphs", "replay", "timing")
 PASSES = ("forward", "backward", "total")
 BACK_TO_BACK = "back_to_back"
+Key = TypeVar("Key", bound=Hashable)
 
 
 def _named(title: str, phrase: str = "", none: bool = False) -> dict[str, Any]:
@@ -236,6 +237,11 @@ def read(folders: Iterable[Path]) -> list[Run]:
     if len(gpus) == 1:  # a run that was refused early does not name the GPU
         runs = [dataclasses.replace(run, gpu=run.gpu or min(gpus)) for run in runs]
     return in_order(runs)
+
+
+def latest(runs: Iterable[Run], key: Callable[[Run], Key]) -> dict[Key, Run]:
+    """The run of each key that started last."""
+    return {key(run): run for run in sorted(runs, key=lambda run: run.environment.started_at)}
 
 
 def in_order(runs: Iterable[Run]) -> list[Run]:

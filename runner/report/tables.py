@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-from runner.measure.statistics import OVERHEAD, PassTimes
+from runner.measure.statistics import OVERHEAD, digits
 from runner.output.columns import TABLE
 from runner.output.summary import add_gain_over_separate
+from runner.output.table import Table
 from runner.output.terminal import flop, gib
 from runner.report.labels import labels, varying_options
-from runner.report.runs import FACTS, PASSES, WORKLOAD, Run
+from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run
 from runner.report.scaling import scaling
-from runner.report.table import NOISY, Table, counted, differing, digits, fact, of_columns
+from runner.report.table import NOISY, counted, differing, fact, time
 
 TIMED = (*PASSES[:2], "optimizer", PASSES[2])
 LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
 GROUPED = ("forward_ms", "total_ms", "kv_read_bytes", "kv_bytes_saved", "speedup_over_separate")
 NUMBERS = ("world_size", "batch", "seq_len", "q_len", "heads", "head_dim", "dtype", "gpu")
 LEFT = {title for key, title in FACTS.items() if key not in NUMBERS}
+RATIO = "training / inference"  # of their times
+OF_MODELS = ("parameters", "tokens/s", "loss", RATIO)  # columns of a model's runs
+
+Columns = dict[str, list[str]]  # cells by title
 
 
 def rate_title(runs: Sequence[Run]) -> str:
@@ -28,83 +34,90 @@ def rate_title(runs: Sequence[Run]) -> str:
 def runs_table(runs: Sequence[Run]) -> Table:
     """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left
     out."""
-    varying, against, trained = varying_options(runs), scaling(runs), _training_ratios(runs)
-    columns = {FACTS[key]: [fact(run, key, varying) for run in runs] for key in differing(runs)}
-    columns["status"] = ["" if run.ok else run.status for run in runs]
-    columns["rounds"] = [run.result.timing.rounds.text or "" if run.result.timing else "" for run in runs]
-
-    def add(title: str, text: Callable[[Run], str]) -> None:
-        columns[title] = [text(run) if run.ok else "" for run in runs]
-
-    for which in TIMED:
-        add(f"{which} ms (IQR)", lambda run, which=which: _median(run.passes.get(which)))  # type: ignore[misc]
-    timed = [(run.ms("total"), run.back_to_back) for run in runs]
-    if any(total and back_to_back and abs(back_to_back - total) > LATE * total for total, back_to_back in timed):
-        add("back to back ms", lambda run: digits(run.back_to_back))
-    if any(run.sparsity for run in runs):
-        add("sparsity", lambda run: "" if run.row["sparsity_ratio"] is None else f"{run.sparsity:.1%}")
-        add("FLOPs", lambda run: flop(run.flops))
-    add(rate_title(runs), _rate)
-    add("dense ms", lambda run: digits(next(reversed(run.dense_ms.values()), None)))
-    add("speedup", lambda run: f"{against[run].speedup:.2f}{against[run].mark}" if run in against else "")
-    add("efficiency", lambda run: f"{against[run].efficiency:.0%}{against[run].mark}" if run in against else "")
-    for which in PASSES[:2]:
-        add(f"exposed comm. {which} ms", lambda run, which=which: digits(run.exposed(which)))  # type: ignore[misc]
-    add("peak memory a rank", lambda run: gib(run.result.peak_bytes or 0))
-    for title, text in MODEL.items():
-        add(title, text)
-    add(RATIO, lambda run: f"{trained[run]:.2f}" if run in trained else "")
-    for which in PASSES[:2]:
-        add(f"{which} ms against do_bench's", lambda run, which=which: _do_bench(run, which))  # type: ignore[misc]
-    return of_columns(columns, LEFT | {"status"}, _notes(runs, {gain.mark for gain in against.values()}))
+    marks = {gain.mark for gain in scaling(runs).values()}
+    return Table.of(_facts(runs) | _measured(runs), LEFT | {"status"}, _notes(runs, marks))
 
 
 def models_table(runs: Sequence[Run]) -> Table:
     """What a model takes and learns: a row for each of its runs."""
-    of_models = [run for run in runs if run.result.model or run.model]
-    if not of_models:
+    runs = [run for run in runs if run.result.model or run.model]
+    if not runs:
         raise ValueError("--table models: none of these runs is of a model; use --table runs")
-    whole = runs_table(of_models)
-    kept = [*(FACTS[key] for key in differing(of_models)), "status", "peak memory a rank", *MODEL, RATIO]
-    columns = dict(zip(whole.titles, map(list, zip(*whole.rows, strict=True)), strict=True))
-    return of_columns({title: columns[title] for title in columns if title in kept}, whole.left, failures(of_models))
+    measured = {title: cells for title, cells in _measured(runs).items() if title in ("peak memory a rank", *OF_MODELS)}
+    return Table.of(_facts(runs) | measured, LEFT | {"status"}, failures(runs))
 
 
 def groupings_table(runs: Sequence[Run]) -> Table | None:
     """What each grouping takes beside separate calls that are otherwise the same: times, speedup, the model's bytes and the
     share of them that it saves. None where there is no such pair."""
-    grouped = [run for run in runs if run.ok and "grouping" in run.options]
-    rows = [dict(run.row) for run in grouped]
-    add_gain_over_separate([run.result for run in grouped], rows)
-    if (
-        len(
-            {
-                run.options["grouping"]
-                for run, row in zip(grouped, rows, strict=True)
-                if row["kv_bytes_saved"] is not None
-            }
-        )
-        < 2
-    ):
+    runs = [run for run in runs if run.ok and "grouping" in run.options]
+    rows = [dict(run.row) for run in runs]
+    add_gain_over_separate([run.result for run in runs], rows)
+    paired = {run.options["grouping"] for run, row in zip(runs, rows, strict=True) if row["kv_bytes_saved"] is not None}
+    if len(paired) < 2:
         return None
-    varying = varying_options(grouped)
-    facts = {FACTS[key]: [fact(run, key, varying) for run in grouped] for key in differing(grouped)}
-    measured = {column.title: [column.text(row) for row in rows] for column in TABLE if column.key in GROUPED}
-    return of_columns(facts | measured, LEFT)
+    facts = {title: cells for title, cells in _facts(runs).items() if title not in ("status", "rounds")}
+    return Table.of(
+        facts | {column.title: [*map(column.text, rows)] for column in TABLE if column.key in GROUPED}, LEFT
+    )
 
 
-def _parameters(run: Run) -> str:
-    return f"{run.result.model.parameters:,}" if run.result.model else ""
+def _facts(runs: Sequence[Run]) -> Columns:
+    """The facts in which the runs differ, the status of those that are not ok, and the rounds of unfinished ones."""
+    varying = varying_options(runs)
+    columns = {FACTS[key]: [fact(run, key, varying) for run in runs] for key in differing(runs)}
+    columns["status"] = ["" if run.ok else run.status for run in runs]
+    return columns | {"rounds": [run.result.timing.rounds.text or "" if run.result.timing else "" for run in runs]}
 
 
-def _tokens_per_s(run: Run) -> str:
-    metrics = run.result.last_metrics
-    return f"{metrics.tokens_per_s:,.0f}" if run.result.model and metrics else ""
+def _measured(runs: Sequence[Run]) -> Columns:
+    against, trained = scaling(runs), _training_ratios(runs)
+    timed = [(run.ms("total"), run.back_to_back) for run in runs]
+    late = any(total and other and abs(other - total) > LATE * total for total, other in timed)
+    masked = any(run.sparsity for run in runs)
+
+    def gain(run: Run, key: str, format: str) -> str:
+        return f"{getattr(against[run], key):{format}}{against[run].mark}" if run in against else ""
+
+    texts: dict[str, Callable[[Run], str]] = {
+        **{f"{which} ms (IQR)": partial(_median, which) for which in TIMED},
+        "back to back ms": lambda run: time(run, BACK_TO_BACK) if late else "",
+        "sparsity": lambda run: f"{run.sparsity:.1%}" if masked and run.row["sparsity_ratio"] is not None else "",
+        "FLOPs": lambda run: flop(run.flops) if masked else "",
+        rate_title(runs): lambda run: f"{run.tflops:.3g}" if (run.tflops or 1) < 0.1 else digits(run.tflops or 0),
+        "dense ms": lambda run: next((digits(ms) for ms in reversed(run.dense_ms.values())), ""),
+        "speedup": lambda run: gain(run, "speedup", ".2f"),
+        "efficiency": lambda run: gain(run, "efficiency", ".0%"),
+        **{f"exposed comm. {which} ms": partial(_exposed, which) for which in PASSES[:2]},
+        "peak memory a rank": lambda run: gib(run.result.peak_bytes or 0),
+        "parameters": lambda run: f"{run.result.model.parameters:,}" if run.result.model else "",
+        "tokens/s": lambda run: f"{run.row['tokens_per_s']:,.0f}" if run.result.model else "",
+        "loss": _loss,
+        RATIO: lambda run: f"{trained[run]:.2f}" if run in trained else "",
+        **{f"{which} ms against do_bench's": partial(_do_bench, which) for which in PASSES[:2]},
+    }
+    return {title: [text(run) if run.ok else "" for run in runs] for title, text in texts.items()}
+
+
+def _median(which: str, run: Run) -> str:
+    times = run.passes.get(which)
+    # one sample is the mean of many calls and has no spread
+    return f"{digits(times.median, times.noisy)}{f' ({times.spread})' if times.n > 1 else ''}" if times else ""
+
+
+def _exposed(which: str, run: Run) -> str:
+    ms = run.exposed(which)
+    return "" if ms is None else digits(ms)
 
 
 def _loss(run: Run) -> str:
     curve = run.result.model.loss_curve if run.result.model else []
     return f"{curve[0]:.4f} to {curve[-1]:.4f} ({len(curve)} steps)" if curve else ""
+
+
+def _do_bench(which: str, run: Run) -> str:
+    both = run.result.timing.do_bench.get(which) if run.result.timing else None
+    return f"{digits(both.ours_ms)} against {digits(both.do_bench_ms)}" if both else ""
 
 
 def _training_ratios(runs: Sequence[Run]) -> dict[Run, float]:
@@ -116,34 +129,15 @@ def _training_ratios(runs: Sequence[Run]) -> dict[Run, float]:
     return {run: ms / inference[work[run]] for run in trainings if (ms := run.ms("total"))}
 
 
-RATIO = "training / inference"  # of their times
-MODEL = {"parameters": _parameters, "tokens/s": _tokens_per_s, "loss": _loss}  # of runs of a model
-
-
-def _median(times: PassTimes | None) -> str:
-    # one sample is the mean of many calls and has no spread
-    return f"{digits(times.median)}{f' ({times.spread})' if times.n > 1 else ''}" if times else ""
-
-
-def _rate(run: Run) -> str:
-    return f"{run.tflops:.3g}" if run.tflops is not None and run.tflops < 0.1 else digits(run.tflops)
-
-
-def _do_bench(run: Run, which: str) -> str:
-    both = run.result.timing.do_bench.get(which) if run.result.timing else None
-    return f"{digits(both.ours_ms)} against {digits(both.do_bench_ms)}" if both else ""
-
-
 def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
     timings = [run.result.timing for run in runs if run.result.timing]
     passes = [times for timing in timings for times in timing.passes.values()]
     overheads = [timing.overhead_share for timing in timings if timing.overhead_share > OVERHEAD]
-    unfinished = sum(bool(timing.rounds.unfinished) for timing in timings)
+    unfinished = sum(bool(timing.rounds.text) for timing in timings)
+    trend = any(times.trend for times in passes)
     notes = {
         NOISY: any(times.noisy for times in passes),
-        "`~`: the samples rose or fell while they were taken, by more than 2% between their halves.": any(
-            times.trend for times in passes
-        ),
+        "`~`: the samples rose or fell while they were taken, by more than 2% between their halves.": trend,
         f"Timing itself takes above 1% of the shortest pass in {counted(len(overheads), 'run')}, "
         f"{max(overheads, default=0):.1%} at most.": overheads,
         f"{counted(unfinished, 'run')} without all rounds (`rounds`), so of fewer samples: the sweep was interrupted.": unfinished,
@@ -184,12 +178,9 @@ def failures(runs: Sequence[Run]) -> list[str]:
 
 def environment_table(runs: Sequence[Run]) -> Table:
     """Where the runs were measured: a row for each fact, with all the values that it has."""
-    facts = [environment_facts(run) for run in runs]
-    values = {
-        title: "; ".join(dict.fromkeys(str(found[title]) for found in facts if found[title])) for title in facts[0]
-    }
-    rows = [[title, text] for title, text in values.items() if text]
-    return Table(["", "of these runs"], rows, {"", "of these runs"})
+    places = [environment_facts(run) for run in runs]
+    texts = {title: "; ".join(dict.fromkeys(str(of[title]) for of in places if of[title])) for title in places[0]}
+    return Table(["", "of these runs"], [[title, text] for title, text in texts.items() if text], {"", "of these runs"})
 
 
 def environment_facts(run: Run) -> dict[str, Any]:
@@ -217,14 +208,14 @@ def environment_facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _pairs(found: dict[str, Any], sign: str) -> str:
-    return ", ".join(f"{key}{sign}{value}" for key, value in found.items() if value)
+def _pairs(values: dict[str, Any], sign: str) -> str:
+    return ", ".join(f"{key}{sign}{value}" for key, value in values.items() if value)
 
 
 def machine(runs: Sequence[Run]) -> str:
     """The machine and its libraries, in a line."""
-    found = dict(environment_table(runs).rows)
-    gpus = found.get("GPUs of the machine")
-    device = f"{gpus} {found['GPU']}" if gpus and "GPU" in found else found.get("CPU")
-    libraries = [f"{name} {found[name]}" for name in ("torch", "NCCL", "cuDNN") if name in found]
+    facts = dict(environment_table(runs).rows)
+    gpus = facts.get("GPUs of the machine")
+    device = f"{gpus} {facts['GPU']}" if gpus and "GPU" in facts else facts.get("CPU")
+    libraries = [f"{name} {facts[name]}" for name in ("torch", "NCCL", "cuDNN") if name in facts]
     return ", ".join(filter(None, [device, *libraries]))
