@@ -8,6 +8,7 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, TypeVar
 
 from runner.report.comparison import comparable
@@ -18,8 +19,8 @@ from runner.report.table import fact
 # charts that a section of a document may show; each is the name of a panel
 KINDS = {"time": "Time of a step", "tflops": "Rate", "efficiency": "Efficiency against one device"}
 OVER = {"seq_len": "sequence length, tokens", "world_size": "world size, ranks"}
-OURS, EXTERNAL = "ours", "external"
-MOST_LINES = 8  # of one panel: as many as there are colours
+MOST_LINES = 8  # in the theme's colours
+LEAST_POINTS = 1.5  # of a line, on average
 MOST_FACETS = 30  # of one chart
 MOST_POINTS = 1500  # of one chart
 TITLE = 44  # characters of a line of a facet's title
@@ -77,20 +78,18 @@ class Axes:
 
     @staticmethod
     def of(runs: Sequence[Run], over: str | None = None) -> Axes:
-        """Over `over` or, without it, over the fact that most lines have several values of; None where few lines have."""
+        """Over `over` or, without it, over the fact by which lines have most points; None where most have one."""
         keys, named = varying(runs), labels(runs)
         shares = {(run.seq_len or 0) / (run.world_size or 1) for run in runs}
         if len(shares) == 1 and {*OVER} <= {*keys}:
             return Axes("world_size", tuple(key for key in keys if key not in OVER), int(shares.pop()))
 
-        def several(key: str) -> float:
-            """The share of lines with several points, where a line has the runs that differ in `key` only."""
-            lines = defaultdict(set)
-            for run in runs:
-                lines[named[run], *(getattr(run, other) for other in keys if other != key)].add(getattr(run, key))
-            return sum(len(places) > 1 for places in lines.values()) / len(lines)
+        def points(key: str) -> float:
+            """Of a line, which has the runs that differ in `key` only."""
+            lines = {(named[run], *(getattr(run, other) for other in keys if other != key)) for run in runs}
+            return len(runs) / len(lines)
 
-        over = over or max((key for key in OVER if key in keys and several(key) >= 0.5), key=several, default=None)
+        over = over or max((key for key in OVER if points(key) >= LEAST_POINTS), key=points, default=None)
         return Axes(over, tuple(key for key in keys if key != over))
 
 
@@ -99,6 +98,11 @@ def place(run: Run, keys: Iterable[str]) -> str:
     texts = ((key, fact(run, key)) for key in keys)
     title = joined(*(PHRASES.get(key, "{}").format(text) if text else WITHOUT.get(key, "") for key, text in texts))
     return textwrap.fill(title, TITLE, break_long_words=False, break_on_hyphens=False)
+
+
+def asset(name: str) -> str:
+    """The text of a file of the page."""
+    return (resources.files("runner.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def joined(*words: str) -> str:
@@ -117,8 +121,8 @@ def point(run: Run, label: str, panel: str, which: str, **more: Any) -> Row:
     times, metrics = run.passes[measured], run.result.metrics
     rate = metrics.passes[measured].tflops_per_device if metrics else None
     return {
-        "label": label, "whose": EXTERNAL if run.external else OURS, "panel": panel, "kernel": str(run.kernel),
-        "pass": measured, "time": short(times.median), "p10": short(times.p10), "p90": short(times.p90),
+        "label": label, "external": run.external, "panel": panel, "variant": str(run.attention),
+        "kernel": str(run.kernel), "pass": measured, "time": short(times.median), "p10": short(times.p10), "p90": short(times.p90),
         "tflops": short(rate), **more,
     }  # fmt: skip
 
@@ -133,8 +137,8 @@ def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[Row]:
         over = getattr(run, axes.over) if axes.over else None
         rows.append(row := point(run, named[run], place(run, axes.panel), which, over=over))
         if (ms := run.dense_ms.get(row["pass"])) is not None:
-            time = {"label": "dense attention", "time": short(ms), **dict.fromkeys(("p10", "p90", "tflops"))}
-            dense[row["panel"], over] = row | time
+            name = dict.fromkeys(("label", "variant"), "dense attention")
+            dense[row["panel"], over] = row | name | {"time": short(ms), "p10": None, "p90": None, "tflops": None}
     return [*rows, *dense.values()]
 
 
@@ -154,67 +158,27 @@ def few(items: Sequence[Item], most: int, noun: str) -> tuple[list[Item], str]:
     return kept, f"{most:,} of {len(items):,} {noun}, evenly picked; the table below has all runs."
 
 
-def shown(rows: list[Row], x: str = "over") -> tuple[list[Row], str]:
-    """Rows as lines or points: at most MOST_LINES a panel, MOST_FACETS panels and some MOST_POINTS points, of which all lines keep
-    those at the same places on the x axis; and what is left out, in a sentence or two."""
-    rows = few_lines(rows)
-    facets, note = few([*dict.fromkeys(row["panel"] for row in rows)], MOST_FACETS, "panels")
-    rows = [row for row in rows if row["panel"] in facets]
+def thinned(rows: list[Row], x: str) -> tuple[list[Row], str]:
+    """At most MOST_FACETS facets and some MOST_POINTS points, of which all lines keep those at the same places on the x axis;
+    and what is left out, in a sentence or two."""
+    facets, note = few([*dict.fromkeys(row["facet"] for row in rows)], MOST_FACETS, "panels")
+    rows = [row for row in rows if row["facet"] in facets]
     if len(rows) > MOST_POINTS:
-        places = sorted({(row["panel"], row[x]) for row in rows}, reverse=True)  # the largest is kept
-        kept, thinned = few(places, max(1, MOST_POINTS * len(places) // len(rows)), "places on the x axis")
-        rows, note = [row for row in rows if (row["panel"], row[x]) in {*kept}], f"{note} {thinned}"
+        places = sorted({(row["facet"], row[x]) for row in rows}, reverse=True)  # the largest is kept
+        kept, fewer = few(places, max(1, MOST_POINTS * len(places) // len(rows)), "places on the x axis")
+        rows, note = [row for row in rows if (row["facet"], row[x]) in {*kept}], f"{note} {fewer}"
     return rows, note.strip()
 
 
-def few_lines(rows: list[Row]) -> list[Row]:
-    """The rows with at most MOST_LINES labels a panel: with ours and external packages apart, or a panel for each value
-    of one word of the labels, else for every MOST_LINES labels."""
-    if not rows or max(map(len, _lines(rows).values())) <= MOST_LINES:
-        return rows
-    words = [row["label"].split() for row in rows]
-    splits = [[(row["label"], row["whose"]) for row in rows]]
-    for i in range(max(map(len, words))):
-        splits.append([(" ".join(text[:i] + text[i + 1 :]), " ".join(text[i : i + 1])) for text in words])
-    splits.append([(text[0], " ".join(text[1:]) or "no setting") for text in words])
-    fitting = [moved for split in splits if _fits(moved := _moved(rows, split))]
-    return min(fitting, key=lambda moved: len(_lines(moved)), default=None) or _in_parts(rows)
-
-
-def one_panel(rows: list[Row], most: int) -> list[Row]:
-    """Rows of one label in at most so many panels as labels in one panel."""
-    names = {row["panel"]: row["panel"].replace("\n", " ") for row in rows}
-    if len({row["label"] for row in rows}) > 1 or not 1 < len(names) <= most:
-        return rows
-    return [row | {"label": names[row["panel"]], "panel": ""} for row in rows]
-
-
-def _moved(rows: list[Row], to: Iterable[tuple[str, str]]) -> list[Row]:
-    """The rows with the label and the addition to the panel that `to` has for each."""
-    return [
-        row | {"label": label or row["label"], "panel": joined(row["panel"], panel)}
-        for row, (label, panel) in zip(rows, to, strict=True)
-    ]
-
-
-def _lines(rows: list[Row]) -> dict[str, dict[str, None]]:
-    """The labels of each panel, in their order."""
-    labels: dict[str, dict[str, None]] = defaultdict(dict)
-    for row in rows:
-        labels[row["panel"]][row["label"]] = None
-    return labels
-
-
-def _fits(rows: list[Row]) -> bool:
-    """Few lines a panel, and not a panel for each line."""
-    counts = [*map(len, _lines(rows).values())]
-    return max(counts) <= MOST_LINES and 2 * len(counts) <= sum(counts)
-
-
-def _in_parts(rows: list[Row]) -> list[Row]:
-    """A panel for every MOST_LINES labels, in their order."""
-    parts: dict[tuple[str, str], str] = {}
-    for panel, names in _lines(rows).items():
-        n = -(-len(names) // MOST_LINES)
-        parts |= {(panel, name): f"{i * n // len(names) + 1} of {n}" for i, name in enumerate(names) if n > 1}
-    return _moved(rows, ((row["label"], parts.get((row["panel"], row["label"]), "")) for row in rows))
+def faceted(rows: Iterable[Row], most: int = MOST_LINES) -> list[Row]:
+    """The rows with the `facet` that each stands in: its panel. Of one label in at most so many panels, each panel is a label. Of more
+    labels than that, each variant that has several on average has a facet of its own."""
+    rows = [row | {"facet": row["panel"]} for row in rows]
+    labels, panels, variants = ({row[key] for row in rows} for key in ("label", "panel", "variant"))
+    if len(labels) == 1 and 1 < len(panels) <= most:
+        return [row | {"label": row["panel"].replace("\n", " "), "facet": ""} for row in rows]
+    if most < len(labels) >= 2 * len(variants) > 2:
+        for row in rows:
+            row["facet"] = joined(row["panel"], row["variant"])
+            row["label"] = row["label"].removeprefix(row["variant"]).strip() or "no setting"
+    return rows

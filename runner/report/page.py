@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +40,15 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
     every = columns(runs, sweeps, out)
     data = {"count": len(runs), "workload": WORKLOAD, "columns": [column.plain() for column in every]}
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FunctionLoader(charts.asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
     return environment.get_template("page.html").render(
         title=swept(runs),
         source=title,
         summary=_summary(of),
-        style=Markup(_asset("page.css")),
-        script=Markup("\n".join(map(_asset, ("page.js", "runs.js")))),
+        style=Markup(charts.asset("page.css")),
+        script=Markup("\n".join(map(charts.asset, ("page.js", "runs.js")))),
+        theme=Markup(charts.asset("theme.json")),
         bundle=Markup(bundle() if specs else ""),
         specs=Markup(in_script(specs)),
         parts=of,
@@ -62,10 +62,6 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
 def in_script(value: Any) -> str:
     """JSON that may stand in a script element: neither </script> nor <!-- can be in it."""
     return json.dumps(finite(value), separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-
-
-def _asset(name: str) -> str:
-    return (resources.files("runner.report") / "assets" / name).read_text(encoding="utf-8")
 
 
 def at_end_of_sweep(folder: Path) -> str:

@@ -30,27 +30,9 @@ setTheme(theme);
 by("theme").addEventListener("click", () => { setTheme(THEMES[(THEMES.indexOf(theme) + 1) % 3]); redraw(); });
 system.addEventListener("change", () => redraw());
 
-// Charts: drawn when they come into view, as wide as their place.
-const NARROW = 620;
+// Charts: drawn when they come into view, as wide as their place. THEME is that of pictures; colours are the page's.
+const NARROW = 620, LEAST = 235, MOST_COLUMNS = 3, LONG = 30;
 const specs = JSON.parse(by("specs").textContent);
-
-function config(narrow) {
-  const style = getComputedStyle(document.documentElement);
-  const [fore, quiet, line] = ["--fore", "--quiet", "--line"].map((name) => style.getPropertyValue(name).trim());
-  const colors = dark()
-    ? ["#6ea8fe", "#ffa657", "#56d364", "#ff7b72", "#d2a8ff", "#76e3ea", "#f778ba", "#e3b341"]
-    : ["#2f6fd0", "#d9730d", "#1a8a4a", "#cf3a3a", "#8250df", "#0f8a93", "#bf3989", "#8a6a00"];
-  const words = { labelColor: quiet, titleColor: fore, labelLimit: 0, titleFontWeight: "normal", labelFontSize: 12, titleFontSize: 12 };
-  return {
-    background: "transparent",
-    font: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif",
-    axis: { ...words, gridColor: line, domainColor: line, tickColor: line, gridOpacity: 0.5, labelSeparation: 6 },
-    legend: { ...words, symbolSize: 120, symbolStrokeWidth: 2, ...(narrow ? { orient: "bottom", columns: 1, direction: "vertical" } : {}) },
-    header: { ...words, labelColor: fore, labelFontSize: 13, labelFontWeight: "bold" },
-    title: { color: fore }, text: { fill: fore }, view: { stroke: null },
-    range: { category: colors },
-  };
-}
 
 const merged = (under, over) => {
   const found = { ...under };
@@ -61,35 +43,50 @@ const merged = (under, over) => {
   return found;
 };
 
-function fitted(spec, width) {
-  const narrow = width < NARROW;
-  const found = { ...spec, config: merged(config(narrow), spec.config) };
-  if (narrow) found.config.legend = { ...found.config.legend, orient: "bottom" };
-  const fixed = (one) => typeof one.width === "object" || ["hconcat", "vconcat", "concat"].some((key) => key in one);
-  if (spec.spec && spec.facet) {
-    const { beside, legend } = { beside: 95, legend: 190, ...spec.usermeta };
-    const room = width - (narrow ? 0 : legend);
-    const panels = new Set(spec.data.values.map((row) => row[spec.facet.field])).size;
-    const most = narrow || "row" in spec.facet ? 1 : Math.min(3, Math.max(1, Math.floor(room / (beside + 235))));
-    const columns = Math.ceil(panels / Math.ceil(panels / most)); // rows that are as full as can be
-    if (spec.columns || !("row" in spec.facet || "column" in spec.facet)) found.columns = columns;
-    if (!fixed(spec.spec) && !("column" in spec.facet)) {
-      found.spec = { ...spec.spec, width: Math.max(180, room / columns - beside) };
+function config(narrow) {
+  const style = getComputedStyle(document.documentElement);
+  const [fore, quiet, line] = ["--fore", "--quiet", "--line"].map((name) => style.getPropertyValue(name).trim());
+  const words = { labelColor: quiet, titleColor: fore };
+  return merged(THEME, {
+    background: "transparent",
+    font: "system-ui, 'Segoe UI', 'DejaVu Sans', sans-serif",
+    axis: { ...words, gridColor: line, domainColor: line, tickColor: line },
+    legend: { ...words, ...(narrow ? { orient: "bottom", columns: 1, direction: "vertical" } : {}) },
+    header: { labelColor: fore }, title: { color: fore }, text: { fill: fore },
+    ...(dark() ? { range: { category: ["#6ea8fe", "#ffa657", "#56d364", "#ff7b72", "#d2a8ff", "#76e3ea", "#f778ba", "#e3b341"] } } : {}),
+  });
+}
+
+async function embedded(place, change) {
+  if (place.view) place.view.finalize();
+  const spec = { ...specs[place.dataset.spec], config: config(place.clientWidth < NARROW), ...change };
+  place.view = await vegaEmbed(place, spec, { actions: false, renderer: "svg" });
+}
+
+// Facets share the width that their labels and the legend leave, as many beside each other as are wide enough.
+async function faceted(place, spec) {
+  const rows = "row" in spec.facet, panels = new Set(spec.data.values.map((row) => row[spec.facet.field])).size;
+  for (let most = rows || place.clientWidth < NARROW ? 1 : MOST_COLUMNS; ; most--) {
+    const columns = rows ? 1 : Math.ceil(panels / Math.ceil(panels / most)); // rows that are as full as can be
+    const sized = (width) => ({ ...(rows ? {} : { columns }), spec: { ...spec.spec, width } });
+    let width = LEAST, left = 0;
+    for (let turn = 0; turn < 4; turn++) { // what stands beside facets changes a little with their width
+      await embedded(place, sized(width));
+      left = (place.clientWidth - place.querySelector("svg").width.baseVal.value) / columns;
+      if (Math.abs(left) < 2 && left >= 0) return;
+      width = Math.max(width + left - 1, 120);
+      if (width < LEAST && most > 1) break;
     }
-  } else if (!fixed(spec)) {
-    found.width = "container";
-    found.autosize = { type: "fit-x", contains: "padding" };
+    if (width >= LEAST || most === 1) return;
   }
-  return found;
 }
 
 async function draw(place) {
-  const width = place.clientWidth;
+  const width = place.clientWidth, spec = specs[place.dataset.spec];
   if (!width || typeof vegaEmbed === "undefined") return;
   place.dataset.drawn = `${width < NARROW} ${dark()} ${width}`;
-  if (place.view) { place.view.finalize(); place.view = null; }
   try {
-    place.view = await vegaEmbed(place, fitted(specs[place.dataset.spec], width), { actions: false, renderer: "svg" });
+    await (spec.spec ? faceted(place, spec) : embedded(place, { width: "container", autosize: { type: "fit-x", contains: "padding" } }));
   } catch (error) {
     place.textContent = `This chart cannot be drawn: ${error.message}`;
     place.classList.add("failed");
@@ -99,7 +96,8 @@ async function draw(place) {
 const charts = [...document.querySelectorAll(".chart[data-spec]")];
 for (const place of charts) {
   const spec = specs[place.dataset.spec];
-  if (spec.facet || spec.hconcat || spec.concat || spec.usermeta?.broad) place.closest("figure").classList.add("broad");
+  const long = spec.data.values.some((row) => [row.label, row.shape].some((text) => text?.length > LONG));
+  if (spec.facet || long) place.closest("figure").classList.add("broad");
 }
 // The grid has two columns: the last of an odd number of narrow charts has a row for itself.
 for (const panels of document.querySelectorAll(".panels")) {

@@ -7,19 +7,17 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from runner.report.charts import Panel, Row, few, place, point, several, short, timed, varying
-from runner.report.drawing import COLORS, QUIET, STEP, panel, tips, width
+from runner.report.charts import Panel, few, place, point, several, short, timed, varying
+from runner.report.drawing import COLORS, QUIET, STEP, panel, tips
 from runner.report.labels import labels
 from runner.report.runs import Run
 from runner.report.tables import rate_title
 
-MOST_SHAPES = 40
+MOST_SHAPES, MOST_LABELS = 40, 30
 KERNELS = (
     "{} of each kernel; the darker, the nearer to the fastest kernel of that shape. An empty cell: not run, or refused by the "
     "kernel."
 )
-TENSORS = ("out", "dq", "dk", "dv")
-MOST_LABELS = 30
 ERRORS = (
     "Relative L2 error against the reference, of the run with the largest error; thin lines reach from the least to the "
     "largest of a variant's runs. The grey tick is one local call of the same kernel on the same inputs: a point far right of its "
@@ -41,7 +39,7 @@ def kernels(runs: Sequence[Run], which: str) -> list[Panel]:
         return []
     names = sorted({row["kernel"] for row in rows})
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=alt.X("kernel:N", title=None, sort=names, axis=alt.Axis(orient="top", labelAngle=0)),
+        x=alt.X("kernel:N", title=None, axis=alt.Axis(orient="top", labelAngle=0)),
         y=alt.Y("shape:N", title=None, sort=shapes),
         tooltip=tips("shape kernel label tflops time share"),
     )
@@ -52,54 +50,42 @@ def kernels(runs: Sequence[Run], which: str) -> list[Panel]:
     # cells have the same colours on light and dark pages
     ink = alt.condition("datum.share > 0.75", alt.value("#fff"), alt.value("#1f2328"))
     text = base.mark_text(fontSize=12).encode(text=alt.Text("tflops:Q", format=".3~r"), color=ink)
-    size = {"width": 92 * len(names), "height": 22 * len(shapes)}
-    notes = [KERNELS.format(rate_title(runs)), left_out]
-    return [panel("kernels", "Kernels by shape", notes, alt.layer(cells, text), rows, size, beside=width(shapes))]
+    size, notes = {"width": 92 * len(names), "height": alt.Step(22)}, [KERNELS.format(rate_title(runs)), left_out]
+    return [panel("kernels", "Kernels by shape", notes, cells + text, rows, size)]
 
 
 def errors(runs: Sequence[Run], which: str) -> list[Panel]:
     """A panel for each tensor, where several labels were checked: of each label the run with the largest error."""
-    checked = [run for run in runs if run.attention and run.result.correctness]
-    named = labels(checked)
-    tensors: dict[tuple[str, str], list[Row]] = defaultdict(list)
-    for run in checked:
-        check = run.result.correctness
-        for name in TENSORS:
-            error = check and check.tensors.get(name)
-            if check and error and error.rel_l2:
-                tensors[name, named[run]].append({
-                    "label": named[run], "panel": name, "error": short(error.rel_l2, 3), "local": short(error.local_rel_l2, 3),
+    checks = {run: run.result.correctness for run in runs if run.attention and run.result.correctness}
+    named, groups = labels(list(checks)), defaultdict(list)
+    for run, check in checks.items():
+        for tensor in ("out", "dq", "dk", "dv"):
+            if (error := check.tensors.get(tensor)) and error.rel_l2:
+                groups[tensor, named[run]].append({
+                    "label": named[run], "panel": tensor, "error": short(error.rel_l2, 3), "local": short(error.local_rel_l2, 3),
                     "ratio": short(error.ratio_to_local, 3), "passed": check.passed is not False, "seq_len": run.seq_len,
                     "ranks": run.world_size,
                 })  # fmt: skip
     rows = [
         max(group, key=lambda row: (not row["passed"], row["error"])) | {"least": min(row["error"] for row in group)}
-        for group in tensors.values()
+        for group in groups.values()
     ]
     worst = list(dict.fromkeys(row["label"] for row in sorted(rows, key=lambda row: -row["error"])))
     if len(worst) < 2:
         return []
-    left_out = (
-        f"The {MOST_LABELS} of {len(worst)} variants with the largest errors." if len(worst) > MOST_LABELS else ""
-    )
+    note = f"The {MOST_LABELS} of {len(worst)} variants with the largest errors." if len(worst) > MOST_LABELS else ""
     rows = [row for row in rows if row["label"] in worst[:MOST_LABELS]]
-    scale = alt.Scale(type="log", nice=False, padding=12)
-
-    def over(field: str) -> alt.X:
-        axis = alt.Axis(format="~e")
-        return alt.X(f"{field}:Q", title="relative L2 error", scale=scale, axis=axis)
-
-    order = list(dict.fromkeys(row["label"] for row in rows))
+    scale, axis = alt.Scale(type="log", nice=False, padding=12), alt.Axis(format="~e")
     base = alt.Chart(alt.Data(values=rows)).encode(
-        x=over("error"),
-        y=alt.Y("label:N", title=None, sort=order),
+        x=alt.X("error:Q", title="relative L2 error", scale=scale, axis=axis),
+        y=alt.Y("label:N", title=None, sort=list(dict.fromkeys(row["label"] for row in rows))),
         tooltip=tips("label error local ratio seq_len ranks"),
     )
-    local = base.mark_tick(color=QUIET, thickness=2, size=16).encode(x=over("local"))
+    local = base.mark_tick(color=QUIET, thickness=2, size=16).encode(x=alt.X("local:Q", title="relative L2 error"))
     spread = base.mark_rule(strokeWidth=1.5, opacity=0.6, color=QUIET).encode(x2="least:Q")
     points = base.mark_point(filled=True, size=60, opacity=1).encode(
         shape=alt.condition("datum.passed", alt.value("circle"), alt.value("cross")),
         color=alt.condition("datum.passed", alt.value(COLORS[0]), alt.value(COLORS[3])),
     )
-    size, chart = {"width": 300, "height": STEP * len(order)}, alt.layer(local, spread, points)
-    return [panel("errors", "Errors by tensor", [ERRORS, left_out], chart, rows, size, beside=width(order))]
+    size = {"width": 300, "height": alt.Step(STEP)}
+    return [panel("errors", "Errors by tensor", [ERRORS, note], local + spread + points, rows, size)]

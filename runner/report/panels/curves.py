@@ -25,7 +25,6 @@ from runner.report.runs import Run
 from runner.report.scaling import scaling
 from runner.report.tables import rate_title
 
-UNITS = {"GiB": 2**30, "MiB": 2**20}  # the first that the largest peak reaches
 MOST_STEPS = 200  # of one line; longer curves keep every n-th step and the last
 NOTES = {
     "time": "Median of the slowest rank; thin lines reach from p10 to p90. Lower is better.",
@@ -114,19 +113,15 @@ def memory(runs: Sequence[Run], which: str) -> list[Panel]:
     """Peak memory of the rank with most, over the sequence length, where a variant has two lengths."""
     runs = [run for run in timed(runs) if run.result.peak_bytes]
     keys, named = varying(runs, "seq_len"), labels(runs)
-    highest = max((run.result.peak_bytes or 0 for run in runs), default=0)
-    unit = next((unit for unit, size in UNITS.items() if highest >= size), "MiB")
     rows = [
         point(
-            run, named[run], place(run, keys), which,
-            over=run.seq_len, peak=short((run.result.peak_bytes or 0) / UNITS[unit]),
+            run, named[run], place(run, keys), which, over=run.seq_len, peak=short((run.result.peak_bytes or 0) / 2**30)
         )
         for run in runs
-    ]  # fmt: skip
-    if not several(rows, "over", "label", "panel"):
-        return []
-    y = Axis("peak", f"peak memory, {unit}", log=3)
+    ]
+    rows = rows if several(rows, "over", "label", "panel") else []
     about = ("memory", "Peak memory", NOTES["memory"], rows)
+    y = Axis("peak", "peak memory, GiB", log=3)
     return lines(*about, over_axis(Axes("seq_len", ())), y, "label panel over peak")
 
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from runner.report.charts import MOST_LINES, Panel, Row, few, point, short, timed
+from runner.report.charts import Panel, Row, few, point, short, timed
 from runner.report.drawing import Axis, lines
 from runner.report.labels import labels
 from runner.report.modelled import calibrated, kernel_bytes, points
@@ -24,6 +24,7 @@ PREDICTED = (
     "Errors: median {:.0%}, largest {:.0%}. {}"
 )
 MOST_ROOFLINE, MOST_PREDICTED = 400, 100  # runs
+MOST_LABELS = 20
 LEAST = 4  # predicted points
 
 
@@ -32,46 +33,45 @@ def roofline(runs: Sequence[Run], which: str) -> list[Panel]:
     those that a rank receives, for each dtype and world size, below the highest ceilings of its runs, since disturbances
     make one too low."""
     runs, left_out = few([run for run in timed(runs) if run.result.ceilings and not run.model], MOST_ROOFLINE, "runs")
-    named = labels(runs)
-    panels: dict[str, list[Row]] = defaultdict(list)
-    roofs: dict[str, list[float]] = {}  # TFLOP/s and GB/s
+    named, panels = labels(runs), defaultdict(list)
+    roofs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # TFLOP/s and GB/s
     for run in runs:
         metrics, ceilings = run.result.metrics, run.result.ceilings
-        row = point(run, named[run], "", which, variant=run.attention, seq_len=fact(run, "seq_len"))
+        row = point(run, named[run], "", which, seq_len=fact(run, "seq_len"))
         measured = row["pass"]
-        if metrics is None or not metrics.flops.get(measured) or "matmul_tflops" not in ceilings:
+        if metrics is None or not metrics.flops.get(measured):
             continue
         for name, ceiling, size in (
             ("device memory", "copy_gb_s", kernel_bytes(run, measured)),
             (f"links, {run.world_size} ranks", "link_gb_s", metrics.passes[measured].received),
         ):
-            if size and ceiling in ceilings:
-                panel, tops = f"{name}, {run.dtype}", [ceilings["matmul_tflops"], ceilings[ceiling]]
-                roofs[panel] = [*map(max, tops, roofs.get(panel, tops))]
+            if size and {"matmul_tflops", ceiling} <= ceilings.keys():
+                compute, bandwidth = roofs[panel := f"{name}, {run.dtype}"]
+                roofs[panel] = max(compute, ceilings["matmul_tflops"]), max(bandwidth, ceilings[ceiling])
                 intensity = short(metrics.flops[measured] / (run.world_size or 1) / size)
                 panels[panel].append(row | {"panel": panel, "intensity": intensity})
     guides: list[Row] = []
-    for panel, rows in panels.items():
-        compute, bandwidth = roofs[panel]
-        for row in rows:
-            row["share"] = short(row["tflops"] / min(compute, bandwidth * row["intensity"] / 1e3), 3)
+    for panel, (compute, bandwidth) in roofs.items():
         ridge = compute / bandwidth * 1e3
-        own = [ridge, *(row["intensity"] for row in rows)]
-        for x in (min(own) / 2, ridge, max(own) * 2):
+        places = [ridge, *(row["intensity"] for row in panels[panel])]
+        for x in (min(places) / 2, ridge, max(places) * 2):
             guides.append({"panel": panel, "intensity": short(x), "tflops": short(min(compute, bandwidth * x / 1e3))})
+        for row in panels[panel]:
+            row["share"] = short(row["tflops"] / min(compute, bandwidth * row["intensity"] / 1e3), 3)
     x, y = Axis("intensity", "FLOPs a byte", "~s", log=1), Axis("tflops", rate_title(runs), log=1)
-    about = ("roofline", "Roofline", ROOFLINE.format(left_out))
-    rows = few_colors([row for rows in panels.values() for row in rows])
-    return lines(
-        *about, rows, x, y, "label variant kernel seq_len pass intensity tflops share", guides=guides, connected=False
+    about = (
+        "roofline",
+        "Roofline",
+        ROOFLINE.format(left_out),
+        few_labels([row for rows in panels.values() for row in rows]),
     )
+    return lines(*about, x, y, "label kernel seq_len pass intensity tflops share", guides=guides, connected=False)
 
 
-def few_colors(rows: list[Row]) -> list[Row]:
-    """The rows, labelled by the first of the setting, the variant and the kernel that has few values."""
-    counts = {key: len({row[key] for row in rows}) for key in ("label", "variant", "kernel")}
-    key = next((key for key, n in counts.items() if 1 < n <= MOST_LINES), "variant")
-    return [row | {"label": row[key]} for row in rows]
+def few_labels(rows: list[Row]) -> list[Row]:
+    """The rows, labelled by their variant alone where there are many labels."""
+    many = len({row["label"] for row in rows}) > MOST_LABELS
+    return [row | {"label": row["variant"]} for row in rows] if many else rows
 
 
 def predicted(runs: Sequence[Run], which: str) -> list[Panel]:
@@ -80,7 +80,7 @@ def predicted(runs: Sequence[Run], which: str) -> list[Panel]:
     named = labels(runs)
     rows = [
         point(
-            made.run, named[made.run], "", made.which, variant=made.run.attention,
+            made.run, named[made.run], "", made.which,
             predicted=short(made.model.ms), seq_len=fact(made.run, "seq_len"), ranks=made.run.world_size,
             error=short(made.model.ms / made.measured - 1, 3),
         )
@@ -92,8 +92,6 @@ def predicted(runs: Sequence[Run], which: str) -> list[Panel]:
     guides = [{"panel": "", "time": ms, "predicted": ms} for ms in (min(ends), max(ends))]
     errors = [abs(row["error"]) for row in rows]
     note = PREDICTED.format(median(errors), max(errors), left_out)
+    about = ("predicted", "Predicted against measured", note, few_labels(rows))
     x, y = Axis("time", "measured, ms", log=1), Axis("predicted", "predicted, ms", log=1)
-    fields = "label variant kernel pass seq_len ranks predicted time error"
-    return lines(
-        "predicted", "Predicted against measured", note, few_colors(rows), x, y, fields, guides=guides, connected=False
-    )
+    return lines(*about, x, y, "label kernel pass seq_len ranks predicted time error", guides=guides, connected=False)
