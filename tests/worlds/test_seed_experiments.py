@@ -140,7 +140,7 @@ def test_dense_and_sparse_attention_are_two_curves_over_the_length(pool, tmp_pat
     assert axes.over == "seq_len"
     drawn = {panel.name: panel.spec["data"]["values"] for panel in panels(runs)}
     measured = [row for row in charts.points(runs, axes) if row["label"] == "dense"]
-    for rows in (drawn["memory"], charts.one_panel(measured, 2)):
+    for rows in (drawn["memory"], charts.faceted(measured)):
         places = {(row["label"], row["panel"], row["over"]) for row in rows}
         assert places == {(mask, "", tokens) for mask in ("dca", "full") for tokens in (128, 256)}
     sparse = [run for run in runs if run.mask == "dca"]
