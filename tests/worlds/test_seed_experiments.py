@@ -141,7 +141,7 @@ def test_dense_and_sparse_attention_are_two_curves_over_the_length(pool, tmp_pat
     drawn = {panel.name: panel.spec["data"]["values"] for panel in panels(runs)}
     measured = [row for row in charts.points(runs, axes) if row["label"] == "dense"]
     for rows in (drawn["memory"], charts.faceted(measured)):
-        places = {(row["label"], row["panel"], row["over"]) for row in rows}
+        places = {(row["label"], row["facet"], row["over"]) for row in rows}
         assert places == {(mask, "", tokens) for mask in ("dca", "full") for tokens in (128, 256)}
     sparse = [run for run in runs if run.mask == "dca"]
     axes = charts.Axes.of(sparse)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import altair as alt
 
-from runner.report.charts import Panel, few, place, point, several, short, timed, varying
+from runner.report.charts import Panel, Row, few, place, point, several, short, timed, varying
 from runner.report.drawing import COLORS, QUIET, STEP, panel, tips
 from runner.report.labels import labels
 from runner.report.runs import Run
@@ -57,7 +57,8 @@ def kernels(runs: Sequence[Run], which: str) -> list[Panel]:
 def errors(runs: Sequence[Run], which: str) -> list[Panel]:
     """A panel for each tensor, where several labels were checked: of each label the run with the largest error."""
     checks = {run: run.result.correctness for run in runs if run.attention and run.result.correctness}
-    named, groups = labels(list(checks)), defaultdict(list)
+    named = labels(list(checks))
+    groups: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for run, check in checks.items():
         for tensor in ("out", "dq", "dk", "dv"):
             if (error := check.tensors.get(tensor)) and error.rel_l2:

@@ -78,14 +78,14 @@ def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
         bars, passes = timeline(run)
         least = max(bar["stop"] for bar in bars) / FINEST
         # what computes is drawn upon the waits
-        drawn = sorted(coarser(bars, least), key=lambda bar: bar["group"] not in WAITS)
-        rows += [{"run": run.label, **bar} for bar in drawn]
+        ordered = sorted(coarser(bars, least), key=lambda bar: bar["group"] not in WAITS)
+        rows += [{"run": run.label, **bar} for bar in ordered]
         rows += [{"run": run.label, "pass": name, "start": round(begin, 5)} for name, begin in passes.items()]
     lanes = sorted({row["lane"] for row in rows if "lane" in row}, key=lambda name: (int(name.split()[1]), name))
     x = alt.X("start:Q", title="ms since the iteration began", scale=alt.Scale(nice=False))
     base = alt.Chart(alt.Data(values=rows)).encode(x=x)
-    bars = base.transform_filter("datum.stop").transform_calculate(ms="format(datum.stop - datum.start, '.4~g')")
-    bars = bars.encode(
+    drawn = base.transform_filter("datum.stop").transform_calculate(ms="format(datum.stop - datum.start, '.4~g')")
+    drawn = drawn.encode(
         x2="stop:Q",
         y=alt.Y("lane:N", title=None, scale=alt.Scale(domain=lanes)),
         color=colored(rows),
@@ -93,8 +93,8 @@ def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
     )
     beside, begins = f"indexof({list(BESIDE)}, datum.group) >= 0", base.transform_filter("!datum.stop")
     chart: Any = alt.layer(
-        bars.transform_filter(f"!({beside})").mark_bar(),
-        bars.transform_filter(beside).mark_bar(height={"band": 0.5}),
+        drawn.transform_filter(f"!({beside})").mark_bar(),
+        drawn.transform_filter(beside).mark_bar(height={"band": 0.5}),
         begins.mark_rule(strokeDash=[3, 3], color=QUIET),
         begins.mark_text(align="left", dx=3, dy=-7, color=QUIET).encode(text="pass:N", y=alt.value(0)),
     ).properties(width=620, height=alt.Step(16))
