@@ -11,6 +11,7 @@ from typing import Any
 from attention import transports
 from runner import environment
 from runner.check import gate
+from runner.check.errors import Compared
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, memory_limit
 from runner.measure import (
@@ -97,12 +98,12 @@ class _Run:
             for _ in range(choosing.LEADING):
                 timing.iterate(self.work)
             self.work.release()
-        self.checked: gate.Checked | None = None
+        self.checked: Compared | None = None
         self.result["correctness"] = {"passed": None, "why": "check.enabled=false"}
         if self.spec.check.enabled:
             self.checked = gate.check(self.me, self.spec, self.work)
-            self.result["correctness"] = self.checked.found
-            self._judge(self.checked.found)
+            self.result["correctness"] = self.checked.fields
+            self._judge(self.checked.fields)
         if self.spec.launch.share_gpu:
             self.result.setdefault("reason", NOT_TIMED)
 
@@ -126,7 +127,7 @@ class _Run:
     def check_timed(self) -> None:
         """Compares the outputs of the timed passes with the checked ones. The times enter the result only if they agree."""
         if self.checked is not None:
-            again = gate.check_timed(self.me, self.spec, self.work, self.passes, self.checked.kept)
+            again = gate.check_timed(self.me, self.work, self.passes, self.checked)
             self.result["correctness"]["timed"] = again
             self._judge(again)
         if "reason" not in self.result:

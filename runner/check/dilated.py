@@ -4,13 +4,13 @@ after another, under plain softmax attention (`reference.attend`). It shares no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from runner.check.reference import Reference, Rows, Seen, attend
+from runner.check.reference import Reference, Seen, attend, smallest
 from runner.config.experiment import AttentionCall, Dilation
 
 OF_KEYS = ("dk", "dv", "dk2", "dv2")  # values with a row for each key
@@ -34,83 +34,52 @@ class Selected:
         return Selected(torch.cat(segments), tuple(len(places) for places in segments if len(places)))
 
 
-def seen_by(selected: Sequence[Selected], queries: int, causal: bool) -> Seen:
+def seen_by(pairs: Sequence[Selected], queries: int, causal: bool) -> Seen:
     """What each query sees of the keys of several pairs, which lie one pair after another."""
-    first, end = torch.zeros(2, len(selected), queries, dtype=torch.int64)
+    first, end = torch.zeros(2, len(pairs), queries, dtype=torch.int64)
     at = 0
-    for pair, keys in enumerate(selected):
-        lengths = torch.tensor(keys.lengths, dtype=torch.int64)
+    for number, pair in enumerate(pairs):
+        lengths = torch.tensor(pair.lengths, dtype=torch.int64)
         stops = at + lengths.cumsum(0)
-        first[pair, keys.places] = (stops - lengths).repeat_interleave(lengths)
-        own = torch.arange(at + 1, at + 1 + len(keys.places))
-        end[pair, keys.places] = own if causal else stops.repeat_interleave(lengths)
-        at += len(keys.places)
+        first[number, pair.places] = (stops - lengths).repeat_interleave(lengths)
+        own = torch.arange(at + 1, at + 1 + len(pair.places))
+        end[number, pair.places] = own if causal else stops.repeat_interleave(lengths)
+        at += len(pair.places)
     return Seen(first, end, at)
 
 
 def reference(
-    inputs: dict[str, Tensor],
-    first_head: int,
-    spec: AttentionCall,
-    dilation: Dilation,
-    dtype: torch.dtype,
-    scores: int,
-    rows: Sequence[Rows] | None = None,
+    inputs: dict[str, Tensor], first_head: int, spec: AttentionCall, dilation: Dilation, dtype: torch.dtype, scores: int
 ) -> Reference:
     """`reference.attend` of the heads from `first_head` on. inputs: q, dout `[S, G, .]`, k, v `[S, 1, .]` and sinks `[G]`."""
+    q, k, v = (inputs[name] for name in ("q", "k", "v"))
+
+    def softmax(g: slice, pairs: Sequence[Selected], dout: Tensor | None = None) -> dict[str, Tensor]:
+        """The values of one softmax of a head over the keys of all these pairs."""
+        places = torch.cat([pair.places for pair in pairs]).to(q.device)
+        seen, sinks = seen_by(pairs, len(q), spec.causal), inputs["sinks"][g] if "sinks" in inputs else None
+        about = seen, spec.scale_of_scores, dtype, scores, None, spec.softcap, sinks
+        values = attend(q[:, g], k[places], v[places], dout, *about).values
+        for name in values.keys() & set(OF_KEYS):
+            values[name] = values[name].new_zeros(len(k), *values[name].shape[1:]).index_add_(0, places, values[name])
+        return values
+
     heads = []
-    for g in range(inputs["q"].shape[1]):
-        own = {name: inputs[name][:, g : g + 1] for name in ("q", "dout") if name in inputs}
-        sinks = inputs["sinks"][g : g + 1] if "sinks" in inputs else None
-        head = _Head(inputs | own, spec, dtype, scores, rows or [(0, len(inputs["q"]))])
-        pairs = [Selected.of(spec.cu_seqlens, *pair) for pair in dilation.pairs_of(first_head + g, spec.heads)]
-        if dilation.weights == "detached":
-            heads.append(head.detached(pairs))
-        else:
-            heads.append(head.attend(pairs, 1 / dilation.divisor, sinks))
+    for head in range(q.shape[1]):
+        g = slice(head, head + 1)
+        pairs = [Selected.of(spec.cu_seqlens, *pair) for pair in dilation.pairs_of(first_head + head, spec.heads)]
+        # detached: a softmax for each pair, weighted by its sum of exponentials, a constant in the backward
+        groups = [[pair] for pair in pairs] if dilation.weights == "detached" else [pairs]
+        lses = torch.stack([softmax(g, group)["lse"] for group in groups])
+        total = lses.logsumexp(0)
+        shares = (lses - total.masked_fill(total == -torch.inf, 0)).exp() / dilation.divisor  # [groups, S, 1, 1]
+        parts = []
+        for group, share in zip(groups, shares, strict=True):
+            values = softmax(g, group, inputs["dout"][:, g].to(dtype) * share if "dout" in inputs else None)
+            parts.append(values | {"out": values["out"] * share, "out2": values["out2"] * share**2})
+        heads.append({name: torch.stack([part[name] for part in parts]).sum(0) for name in parts[0]} | {"lse": total})
     values = {}
-    for name in heads[0].values:
-        parts = [head.values[name] for head in heads]
-        values[name] = torch.stack(parts).sum(0) if name in OF_KEYS else torch.cat(parts, 1)
-    return Reference(values, heads[0].least)
-
-
-@dataclass(frozen=True)
-class _Head:
-    """One head: q, dout `[S, 1, .]` and its k, v `[S, 1, .]`."""
-
-    inputs: dict[str, Tensor]
-    spec: AttentionCall
-    dtype: torch.dtype
-    scores: int
-    rows: Sequence[Rows]
-
-    def attend(self, selected: Sequence[Selected], share: Tensor | float, sinks: Tensor | None = None) -> Reference:
-        """One softmax over the keys of all these pairs; its out times the share, a number or one for each row, which is a constant in
-        the backward. dk and dv are of all tokens."""
-        q, k, v = (self.inputs[name] for name in ("q", "k", "v"))
-        dout = None
-        if "dout" in self.inputs:
-            at = torch.cat([torch.arange(*rows) for rows in self.rows]).to(q.device)
-            dout = torch.zeros_like(self.inputs["dout"], dtype=self.dtype)
-            dout[at] = self.inputs["dout"][at].to(self.dtype) * share
-        places = torch.cat([pair.places for pair in selected]).to(q.device)
-        seen = seen_by(selected, len(q), self.spec.causal)
-        about = self.spec.scale_of_scores, self.dtype, self.scores, self.rows, self.spec.softcap, sinks
-        found = attend(q, k[places], v[places], dout, seen, *about)
-        for name in found.values.keys() & set(OF_KEYS):
-            x = found.values[name]
-            found.values[name] = x.new_zeros(len(q), *x.shape[1:]).index_add_(0, places, x)
-        found.values["out"] *= share
-        found.values["out2"] *= share**2
-        return found
-
-    def detached(self, pairs: Sequence[Selected]) -> Reference:
-        """A softmax for each pair, weighted by its sum of exponentials."""
-        forward = replace(self, inputs={name: self.inputs[name] for name in ("q", "k", "v")})
-        lses = torch.stack([forward.attend([pair], 1.0).values["lse"] for pair in pairs])
-        total = torch.logsumexp(lses, 0)
-        shares = (lses - total.masked_fill(total == -torch.inf, 0)).exp()  # [pairs, rows, 1, 1]
-        parts = [self.attend([pair], share) for pair, share in zip(pairs, shares, strict=True)]
-        sums = {name: torch.stack([part.values[name] for part in parts]).sum(0) for name in parts[0].values}
-        return Reference(sums | {"lse": total}, parts[0].least)
+    for name in heads[0]:
+        rows = [head[name] for head in heads]
+        values[name] = torch.stack(rows).sum(0) if name in OF_KEYS else torch.cat(rows, 1)
+    return Reference(values, smallest(q.dtype))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import reduce
 from typing import Any
 
-import torch
 from torch import Tensor
 
 SUMS = ("difference", "reference", "along", "along_square", "weight")  # fields of `Error` that add up
@@ -34,13 +33,14 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Compared:
-    """A workload's comparison with its reference. found: the fields of the result, with `passed` and `why`. scales: the
-    error scales of this rank's rows of each output, `[B, tokens, H]` or `[tokens, H]`, if wanted. limits: each output's
-    tolerance."""
+    """A workload's comparison with its reference. fields: of the result, with `passed` and `why`. limits: each output's tolerance.
+    outputs: this rank's, as `Workload.outputs`, in CPU memory, to compare timed outputs with; None if memory is limited. new_pack: of
+    the new packed batch, if one was compared."""
 
-    found: dict[str, Any]
-    scales: dict[str, Tensor]
+    fields: dict[str, Any]
     limits: dict[str, Tolerance]
+    outputs: dict[str, Tensor] | None = None
+    new_pack: Compared | None = None
 
 
 @dataclass
@@ -51,7 +51,6 @@ class Error:
     reference: float = 0.0  # sum of ref^2
     worst: float = 0.0  # the largest |x - ref|
     excess: float = -math.inf  # the largest |x - ref| - rtol |ref|
-    finite: bool = True
     row: float = 0.0  # the largest error of a row, relative to its scale
     row_at: Place | None = None
     along: float = 0.0  # sum over rows of <x - ref, ref> / scale^2
@@ -71,7 +70,6 @@ class Error:
         """Adds x and reference, `[rows, heads, D]`; scales: `[rows, heads]`. batch, tokens, head: the batch element, each row's
         token (default: its number) and the first head, to name a place in the whole."""
         delta = x.to(reference.dtype) - reference
-        self.finite &= bool(torch.isfinite(x).all())
         self.difference += float(delta.double().square().sum())
         self.reference += float(reference.double().square().sum())
         if not x.numel():
@@ -79,12 +77,12 @@ class Error:
         self.worst = max(self.worst, float(delta.abs().max()))
         self.excess = max(self.excess, float((delta.abs() - rtol * reference.abs()).max()))
         norms = delta.norm(dim=-1)
-        rows = (norms / scales).masked_fill_(norms == 0, 0.0).nan_to_num_(math.inf, math.inf)
+        rows = (norms / scales).masked_fill_(norms == 0, 0.0).nan_to_num_(math.inf, math.inf).flatten()
         worst = int(rows.argmax())
-        if float(rows.flatten()[worst]) > self.row or self.row_at is None:
-            row, here = divmod(worst, rows.shape[1])
-            self.row = float(rows.flatten()[worst])
-            self.row_at = batch, row if tokens is None else int(tokens[row]), head + here
+        if float(rows[worst]) > self.row or self.row_at is None:
+            row, number = divmod(worst, x.shape[1])
+            self.row = float(rows[worst])
+            self.row_at = batch, row if tokens is None else int(tokens[row]), head + number
         by = scales.masked_fill(scales == 0, math.inf).unsqueeze(-1)
         scaled = reference / by
         along = (delta / by * scaled).sum(-1).double()
@@ -93,10 +91,10 @@ class Error:
         self.weight += float(scaled.double().square().sum())
 
     def plus(self, other: Error) -> Error:
-        worse = max(self, other, key=lambda each: (each.row_at is not None, each.row))
+        worse = max(self, other, key=lambda error: (error.row_at is not None, error.row))
         sums = {name: getattr(self, name) + getattr(other, name) for name in SUMS}
         highest = {name: max(getattr(self, name), getattr(other, name)) for name in ("worst", "excess")}
-        return Error(finite=self.finite and other.finite, row=worse.row, row_at=worse.row_at, **sums, **highest)
+        return Error(row=worse.row, row_at=worse.row_at, **sums, **highest)
 
     @property
     def rel_l2(self) -> float:
@@ -116,22 +114,30 @@ class Error:
 
     def faults(self, name: str, tolerance: Tolerance, local: Error | None = None) -> list[str]:
         """A sentence for each tolerance that is exceeded."""
-        ratio, atol, place = self.ratio_to(local), tolerance.absolute, described(self.row_at)
-        exceeded = {
-            "is not finite": not self.finite,
-            f"rel L2 {self.rel_l2:.2e} > {tolerance.rel_l2:.0e}": not self.rel_l2 <= tolerance.rel_l2,
-            f"max abs {self.worst:.2e} > {atol:.1e} + {atol:.1e} |ref|": not self.excess <= atol,
-            f"row error {self.row:.2e} of its scale > {tolerance.row:.1e} at {place}": not self.row <= tolerance.row,
-            f"is {1 + self.gain:.6f} times the reference, > {tolerance.gain:.1e} off": not self.sure_gain
-            <= tolerance.gain,
-            f"has {ratio or 0:.2f} times the error of a local call, > {tolerance.ratio}": bool(
-                tolerance.ratio and ratio is not None and ratio > tolerance.ratio
+        ratio, atol, gain = self.ratio_to(local), tolerance.absolute, tolerance.gain
+        within = {
+            "is not finite": math.isfinite(self.difference),
+            f"rel L2 {self.rel_l2:.2e} > {tolerance.rel_l2:.0e}": self.rel_l2 <= tolerance.rel_l2,
+            f"max abs {self.worst:.2e} > {atol:.1e} + {atol:.1e} |ref|": self.excess <= atol,
+            f"row error {self.row:.2e} of its scale > {tolerance.row:.1e} at {self.place}": self.row <= tolerance.row,
+            f"is {1 + self.gain:.6f} times the reference, > {gain:.1e} off": self.sure_gain <= gain,
+            f"has {ratio or 0:.2f} times the error of a local call, > {tolerance.ratio}": (
+                not tolerance.ratio or (ratio or 0) <= tolerance.ratio
             ),
         }
-        return [f"{name} {text}" for text, fails in exceeded.items() if fails]
+        return [f"{name} {text}" for text, holds in within.items() if not holds]
+
+    @property
+    def place(self) -> str:
+        """Of the worst row, in words."""
+        return "no row" if self.row_at is None else "batch {}, token {}, head {}".format(*self.row_at)
 
     def ratio_to(self, local: Error | None) -> float | None:
         return self.rel_l2 / local.rel_l2 if local is not None and local.rel_l2 else None
+
+    def beside(self, local: Error) -> dict[str, float | None]:
+        """The fields of a result that tell of a local call."""
+        return {"local_rel_l2": local.rel_l2, "ratio_to_local": self.ratio_to(local)}
 
     def plain(self) -> dict[str, Any]:
         """The fields of a result. worst_row is relative to the row's scale; worst_row_at is null without rows."""
@@ -148,7 +154,3 @@ def verdict(why: Iterable[str], **fields: Any) -> dict[str, Any]:
     """The fields of a result, with `passed` and `why`: the faults, None without."""
     text = "; ".join(why) or None
     return {"passed": text is None, "why": text, **fields}
-
-
-def described(place: Place | None) -> str:
-    return "no row" if place is None else "batch {}, token {}, head {}".format(*place)

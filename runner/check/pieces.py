@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -12,67 +13,39 @@ from torch import Tensor
 from attention.geometry import counts
 from runner.check import dilated
 from runner.check.errors import Error
-from runner.check.reference import Reference, Rows, Seen, attend
+from runner.check.reference import Reference, Seen, attend
 from runner.config.experiment import AttentionCall, Experiment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import global_input, global_prefix, global_sinks
 
-SHARED_ROWS = 64  # ranks share a piece if each gets two chunks of at least so many queries
-SCORES = 1 << 26  # held at once by a reference on a CPU
+SHARED_ROWS = 128  # ranks share a piece if each gets so many queries
+SCORES = 1 << 21  # held at once by a reference on a CPU, whose caches hold them
 MOST_SCORES = 1 << 29  # and on a GPU
 FP64_TFLOP = {"cpu": 0.02, "cuda": 2.0}  # reference work up to which fp64 is affordable
 HALF = ("bf16", "fp16")  # fp32 is precise enough for their errors: fp64 up to a tenth of that work
 
-_references: dict[Any, list[HeadPiece]] = {}  # by workload, the newest last; the variants of a sweep share them
+# in CPU memory, since a GPU's memory is measured; by workload and piece, the newest last. The variants of a sweep share them
+_kept: dict[Any, Reference] = {}
 
 
-@dataclass
-class Local:
-    """A local call on a piece: its errors, and its gradient of the sinks, `[G]` in fp64 on the CPU."""
-
-    errors: dict[str, Error]
-    dsinks: Tensor | None
-
-
-@dataclass
+@dataclass(frozen=True)
 class HeadPiece:
     """One KV head of one batch element, with its query heads."""
 
     batch: int
     head: int
     number: int
-    rows: tuple[Rows, ...]  # the tokens that this rank compares: all but where ranks share the piece
-    reference: Reference | None = None  # of those tokens, in CPU memory, since a GPU's memory is measured
-    local: dict[str, Local] = field(default_factory=dict)  # by the requested kernel
-
-    @property
-    def first(self) -> bool:
-        """Whether this rank is the first, or the only one, that has this piece."""
-        return self.rows[0][0] == 0
-
-    def mine(self, x: Tensor) -> Tensor:
-        """This rank's tokens of `[S, ...]`."""
-        parts = [x[slice(*rows)] for rows in self.rows]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-    def _heads(self, whole: Tensor, heads: int) -> Tensor:
-        """This piece's `[S, heads, D]` of all batch elements and heads, `[B, S, H, D]` or packed `[T, H, D]`."""
-        of_batch = whole if whole.dim() == 3 else whole[self.batch]
-        return of_batch[:, self.head * heads : (self.head + 1) * heads]
+    rows: slice  # the tokens that this rank compares: all but where ranks share the piece
 
     def of(self, whole: Tensor, heads: int) -> Tensor:
-        """This rank's tokens of the piece, `[tokens, heads, D]`, of a whole `[B, S, H, D]` or packed `[T, H, D]`."""
-        return self.mine(self._heads(whole, heads))
-
-    def put(self, whole: Tensor, x: Tensor) -> None:
-        """Writes `[tokens, heads, D]` of this rank's tokens to their place in a whole."""
-        part = self._heads(whole, x.shape[1])
-        part[self.mine(torch.arange(len(part)))] = x.to(whole.dtype)
+        """A view of this rank's tokens of the piece, `[tokens, heads, D]`, of a whole `[B, S, H, D]` or packed `[T, H, D]`."""
+        element = whole if whole.dim() == 3 else whole[self.batch]
+        return element[self.rows, self.head * heads : (self.head + 1) * heads]
 
     def add(self, error: Error, x: Tensor, reference: Reference, name: str, rtol: float) -> None:
         """Adds the error of `x`, `[tokens, heads, D]` of this rank's tokens, against its reference."""
         x, value = without_keys(x, reference.values[name])
-        tokens = self.mine(torch.arange(self.rows[-1][1]))
+        tokens = torch.arange(self.rows.start, self.rows.stop)
         error.add(x, value, reference.scales(name), rtol, self.batch, tokens, self.head * x.shape[1])
 
 
@@ -82,29 +55,23 @@ def without_keys(x: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
     return x.masked_fill(both, 0.0), expected.masked_fill(both, 0.0)
 
 
-def reference_bytes(pieces: list[HeadPiece]) -> int:
-    return sum(piece.reference.nbytes for piece in pieces if piece.reference is not None)
+def keep(key: Any, reference: Reference, most: int) -> None:
+    """Keeps a reference for `kept`, and drops the oldest until all take at most `most` bytes."""
+    _kept[key] = reference
+    while sum(reference.nbytes for reference in _kept.values()) > most:
+        del _kept[next(iter(_kept))]
 
 
-def keep(key: Any, pieces: list[HeadPiece], most: int) -> None:
-    """Keeps pieces for `kept`, and drops the oldest until all take at most `most` bytes."""
-    _references[key] = pieces
-    while sum(map(reference_bytes, _references.values())) > most:
-        del _references[next(iter(_references))]
-
-
-def kept(key: Any) -> list[HeadPiece] | None:
-    """The pieces kept under `key`; they are kept no longer."""
-    return _references.pop(key, None)
+def kept(key: Any) -> Reference | None:
+    """The reference kept under `key`; it is kept no longer."""
+    return _kept.pop(key, None)
 
 
 def tflop(experiment: Experiment) -> float:
     """TFLOP of the whole reference."""
     shapes = replace(experiment.workload.shapes, batch=1, heads=1)
-    flops = counts.forward_flops(shapes, experiment.head_pairs)
-    if experiment.backward:
-        flops += counts.backward_flops(shapes, experiment.head_pairs)
-    return flops / 1e12
+    passes = (counts.forward_flops, counts.backward_flops) if experiment.backward else (counts.forward_flops,)
+    return sum(flops(shapes, experiment.head_pairs) for flops in passes) / 1e12
 
 
 def precision(experiment: Experiment, reference_tflop: float) -> torch.dtype:
@@ -117,43 +84,39 @@ def pieces_of(experiment: Experiment, world: int, rank: int, limit_tflop: float)
     """(this rank's pieces, the share of all pieces that is checked, the number of pieces that ranks share: all or
     none). With fewer pieces than ranks, several ranks share a piece: each takes some of its queries."""
     work = experiment.workload
-    batches, heads = range(work.batch), range(work.kv_heads)
-    groups = [[(b, h)] for b in batches for h in heads]
+    groups = [[place] for place in product(range(work.batch), range(work.kv_heads))]
     if work.sinks:  # whose gradients are sums over the batch
-        groups = [[(b, h) for b in batches] for h in heads]
+        groups = [[(b, h) for b in range(work.batch)] for h in range(work.kv_heads)]
     number = max(1, int(min(len(groups), limit_tflop * len(groups) / tflop(experiment))))
     # evenly over batch and heads
-    chosen = [piece for i in range(number) for piece in groups[i * len(groups) // number]]
+    chosen = [place for i in range(number) for place in groups[i * len(groups) // number]]
     share, sharers = number / len(groups), world // len(chosen)
-    if sharers < 2 or work.seqlens is not None or work.queries < 2 * sharers * SHARED_ROWS:
-        whole = ((0, work.queries),)
-        return [HeadPiece(*piece, i, whole) for i, piece in enumerate(chosen) if i % world == rank], share, 0
-    if rank >= len(chosen) * sharers:
-        return [], share, len(chosen)
+    is_whole = work.seqlens is not None or experiment.dilation is not None
+    if sharers < 2 or is_whole or work.queries < sharers * SHARED_ROWS:
+        rows = slice(0, work.queries)
+        return [HeadPiece(*place, i, rows) for i, place in enumerate(chosen) if i % world == rank], share, 0
     number, which = divmod(rank, sharers)
-    borders = [i * work.queries // (2 * sharers) for i in range(2 * sharers + 1)]
-    rows = tuple((borders[i], borders[i + 1]) for i in (which, 2 * sharers - 1 - which))  # causal: equal work
-    return [HeadPiece(*chosen[number], number, rows)], share, len(chosen)
+    if number >= len(chosen):
+        return [], share, len(chosen)
+    # equal work: of n causal rows the first x n see x^2 of the pairs
+    start, stop = (round(work.queries * (i / sharers) ** (0.5 if work.causal else 1.0)) for i in (which, which + 1))
+    return [HeadPiece(*chosen[number], number, slice(start, stop))], share, len(chosen)
 
 
 def piece_inputs(experiment: Experiment, piece: HeadPiece, device: torch.device) -> dict[str, Tensor]:
     """The inputs of a piece: q `[S, G, D]`, dout `[S, G, Dv]`, k `[S, 1, D]`, v `[S, 1, Dv]` and, where the call has them, sinks
     `[G]`. Of a decode k and v are the keys of the batch element, those of the prefix first."""
     spec = experiment.workload
-    group = spec.heads // spec.kv_heads
     prefix = dict(zip(("k", "v"), global_prefix(experiment, device) or (), strict=False))
     inputs: dict[str, Tensor] = {}
     for name in ("q", "k", "v", "dout") if experiment.backward else ("q", "k", "v"):
         x = global_input(experiment, name, device, piece.batch)
-        x = x if x.dim() == 3 else x[0]
+        x = (x if x.dim() == 3 else x[0]).unflatten(1, (spec.kv_heads, -1))[:, piece.head]
         if name in ("k", "v"):
-            head = slice(piece.head, piece.head + 1)
-            own = x[: spec.ends[piece.batch], head]
-            inputs[name] = torch.cat([prefix[name][0, :, head], own]) if prefix else own.contiguous()
-        else:
-            inputs[name] = x[:, piece.head * group : (piece.head + 1) * group].contiguous()
+            x = x[: spec.ends[piece.batch]]
+        inputs[name] = torch.cat([prefix[name][0][:, [piece.head]], x]) if name in prefix else x.contiguous()
     if (sinks := global_sinks(spec, experiment.seed, device)) is not None:
-        inputs["sinks"] = sinks[piece.head * group : (piece.head + 1) * group]
+        inputs["sinks"] = sinks.view(spec.kv_heads, -1)[piece.head]
     return inputs
 
 
@@ -161,11 +124,11 @@ def reference(inputs: dict[str, Tensor], piece: HeadPiece, experiment: Experimen
     """The reference of a piece's inputs, of this rank's queries."""
     spec, dilation = experiment.workload, experiment.dilation
     q, k, v = (inputs[name] for name in ("q", "k", "v"))
-    about = dtype, scores_held(experiment, q.device, dtype), piece.rows
+    scores = scores_held(experiment, q.device, dtype)
     if dilation is not None:
-        return dilated.reference(inputs, piece.head * q.shape[1], spec, dilation, *about)
+        return dilated.reference(inputs, piece.head * q.shape[1], spec, dilation, dtype, scores)
     seen, dout, sinks = seen_by(spec, piece.batch), inputs.get("dout"), inputs.get("sinks")
-    return attend(q, k, v, dout, seen, spec.scale_of_scores, *about, spec.softcap, sinks)
+    return attend(q, k, v, dout, seen, spec.scale_of_scores, dtype, scores, piece.rows, spec.softcap, sinks)
 
 
 def seen_by(spec: AttentionCall, batch: int = 0) -> Seen:
@@ -182,23 +145,21 @@ def seen_by(spec: AttentionCall, batch: int = 0) -> Seen:
     return replace(seen, rectangles=torch.tensor(spec.named_mask.make().build(spec.seq_len)))
 
 
-def share_reference(me: Rank, experiment: Experiment, mine: list[HeadPiece], pieces: int, dtype: torch.dtype) -> None:
-    """Computes the references of shared pieces: each rank does its queries; dk and dv are summed over the ranks, and each keeps its
-    tokens. Collective."""
+def share_reference(
+    me: Rank, experiment: Experiment, piece: HeadPiece | None, pieces: int, dtype: torch.dtype
+) -> Reference | None:
+    """The reference of this rank's part of its piece, where ranks share `pieces` pieces: each rank does its queries; dk and dv are
+    summed over the ranks, and each keeps its tokens. Collective."""
     spec = experiment.workload
-    computed = {
-        piece.number: reference(piece_inputs(experiment, piece, me.device), piece, experiment, dtype) for piece in mine
-    }
+    mine = None if piece is None else reference(piece_inputs(experiment, piece, me.device), piece, experiment, dtype)
     sums = {"dk": spec.head_dim, "dv": spec.value_dim, "dk2": 1, "dv2": 1} if experiment.backward else {}
-    for number in range(pieces):
-        for name, dim in sums.items():
-            if number in computed:
-                dist.all_reduce(computed[number].values[name])
-                computed[number].values[name] = mine[0].mine(computed[number].values[name])
-            else:
-                dist.all_reduce(torch.zeros((spec.seq_len, 1, dim), dtype=dtype, device=me.device))
-    for piece in mine:
-        piece.reference = computed[piece.number].to("cpu")
+    for number, (name, dim) in product(range(pieces), sums.items()):
+        if piece and mine and piece.number == number:
+            dist.all_reduce(mine.values[name])
+            mine.values[name] = mine.values[name][piece.rows].clone()
+        else:
+            dist.all_reduce(torch.zeros((spec.seq_len, 1, dim), dtype=dtype, device=me.device))
+    return mine
 
 
 def scores_held(experiment: Experiment, device: torch.device, dtype: torch.dtype) -> int:

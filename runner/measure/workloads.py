@@ -22,10 +22,15 @@ def workload(experiment: Experiment) -> type[AttentionWork] | type[ModelWork]:
 
 
 def single(me: Rank, experiment: Experiment) -> Workload:
-    """All of a run's work on one device, by the variant that computes the same there."""
+    """All of a run's work on one device."""
+    one = on_one_device(experiment)
+    return workload(experiment)(me, one, alone(one))
+
+
+def on_one_device(experiment: Experiment) -> Experiment:
+    """The run on one device, by the variant that computes the same there."""
     name = ON_ONE_DEVICE[experiment.workload.q_len is not None, experiment.dilation is not None]
     chosen = variant(experiment.variant if experiment.is_module else name)
     known = chosen.options.names() if chosen.mixes else ()
     options = {option: value for option, value in experiment.options.items() if option in known}
-    one = replace(experiment, variant=chosen.name, options=options, world_size=1)
-    return workload(experiment)(me, one, alone(one))
+    return replace(experiment, variant=chosen.name, options=options, world_size=1)

@@ -28,6 +28,7 @@ from attention.reduction.sinks import with_sinks
 from attention.variants.base import Variant
 from runner import job
 from runner.check.gate import check, check_timed
+from runner.check.local import Local
 from runner.config.experiment import Experiment
 from runner.config.masks import NamedMask
 from runner.config.values import UnsupportedHere
@@ -86,6 +87,7 @@ class Plant:
 @dataclass
 class State:
     checked: bool = False  # whether the check before the timing is over
+    alone: bool = False  # whether a local call runs, in which no fault is planted
 
 
 STATE = State()
@@ -96,14 +98,31 @@ def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
     """`owner.name` is what `make` makes of it. Schedules made with it or without are forgotten."""
     own = vars(owner)[name]
     original = own.__func__ if isinstance(own, staticmethod) else own
-    found = make(original)
-    setattr(owner, name, staticmethod(found) if isinstance(own, staticmethod) else found)
+    planted = make(original)
+
+    def either(*args: Any, **given: Any) -> Any:
+        return (original if STATE.alone else planted)(*args, **given)
+
+    setattr(owner, name, staticmethod(either) if isinstance(own, staticmethod) else either)
     _forget()
     try:
         yield
     finally:
         setattr(owner, name, own)
         _forget()
+
+
+def _without_a_fault(original: Any) -> Any:
+    def inner(*args: Any) -> Any:
+        STATE.alone = True
+        _forget()
+        try:
+            return original(*args)
+        finally:
+            STATE.alone = False
+            _forget()
+
+    return inner
 
 
 def _forget() -> None:
@@ -747,14 +766,15 @@ def gate(me: Rank, spec: Experiment) -> Found:
     """Both checks, with an iteration between them as if it were timed."""
     STATE.checked = False
     work = AttentionWork(me, spec)
-    checked = check(me, spec, work)
-    if not checked.found["passed"]:
-        return Found(checked.found["why"], checked.found, None)
+    with changed(Local, "__init__", _without_a_fault), changed(Local, "outputs", _without_a_fault):
+        checked = check(me, spec, work)
+    if not checked.fields["passed"]:
+        return Found(checked.fields["why"], checked.fields, None)
     STATE.checked = True
     for which in work.passes:
         work.run(which)
-    timed = check_timed(me, spec, work, work, checked.kept)
-    return Found(timed["why"], checked.found, timed)
+    timed = check_timed(me, work, work, checked)
+    return Found(timed["why"], checked.fields, timed)
 
 
 def planted(me: Rank, runs: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -
     found = []
     for options in ({}, *wrong):
         work = AttentionWork(me, spec, build(replace(spec, options=spec.options | options)))
-        each = gate.check(me, spec, work).found
+        each = gate.check(me, spec, work).fields
         found.append([each["passed"], max(x["ratio_to_local"] for x in each["tensors"].values())])
     return found
 
@@ -153,7 +153,7 @@ def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
     checked = gate.check(me, spec, work)
     for which in work.passes:
         work.run(which)
-    found = [checked.found["why"], gate.check_timed(me, spec, work, work, checked.kept)["why"]]
+    found = [checked.fields["why"], gate.check_timed(me, work, work, checked)["why"]]
     module, call = work.module, work.call
 
     def without_norm() -> torch.Tensor:
@@ -169,5 +169,5 @@ def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
 
     for fault in (without_norm, gradient_too_large, of_other_tokens):
         work.call = fault
-        found.append(gate.check(me, spec, work).found["why"])
+        found.append(gate.check(me, spec, work).fields["why"])
     return found

@@ -213,7 +213,7 @@ FAULTS = {
 def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, str | None]:
     """What the gate says of a model, and of it with each fault: why it fails, or None."""
     spec = Experiment.from_plain(experiment)
-    found = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).found["why"]}
+    found = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).fields["why"]}
     for fault in faults:
         name, changed = FAULTS[fault]
         before = getattr(model_work, name)
@@ -221,7 +221,7 @@ def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, 
         try:
             work = model_work.ModelWork(me, spec)
             with _only_in_a_world(name, before):
-                found[fault] = gate.check(me, spec, work).found["why"]
+                found[fault] = gate.check(me, spec, work).fields["why"]
         finally:
             setattr(model_work, name, before)
     return found
@@ -269,7 +269,7 @@ def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
 
     whole_model.one_device = one_device  # type: ignore[assignment]
     try:
-        return gate.check(me, spec, model_work.ModelWork(me, spec)).found
+        return gate.check(me, spec, model_work.ModelWork(me, spec)).fields
     finally:
         whole_model.one_device = once
 
@@ -281,7 +281,7 @@ def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
     checked = gate.check(me, spec, work)
     model_work.reduce_gradients = _no_sum
     try:
-        return gate.check_timed(me, spec, work, work, checked.kept)["why"]
+        return gate.check_timed(me, work, work, checked)["why"]
     finally:
         model_work.reduce_gradients = before
 

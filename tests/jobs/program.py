@@ -90,20 +90,19 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
 
 
 def shared_reference(me: Rank, experiment: dict[str, Any], number: int) -> list[dict[str, Any]]:
-    """The pieces that this rank compares of a reference shared by the ranks, and each tensor's distance from one
-    computed alone."""
+    """The rows that this rank compares of a reference shared by the ranks, and each tensor's distance from one computed alone."""
     spec = Experiment.from_plain(experiment)
     limit = 1e-12 if number == 1 else 1e9  # the least that can be checked, or everything
     mine, _, shared = pieces.pieces_of(spec, me.world, me.rank, limit)
-    pieces.share_reference(me, spec, mine, shared, torch.float64)
+    piece = mine[0] if mine else None
+    together = pieces.share_reference(me, spec, piece, shared, torch.float64)
     found: dict[str, Any] = {"shared": shared, "tokens": [], "errors": {}}
-    for piece in mine:
-        inputs = pieces.piece_inputs(spec, piece, me.device)
-        alone = pieces.reference(inputs, replace(piece, rows=((0, spec.workload.queries),)), spec, torch.float64)
-        found["tokens"] += [[piece.batch, piece.head, token] for a, b in piece.rows for token in range(a, b)]
-        shared = piece.reference
-        assert shared is not None and shared.values.keys() == alone.values.keys()
-        found["errors"] |= {name: rel(x, piece.mine(alone.values[name])) for name, x in shared.values.items()}
+    if piece and together:
+        whole = replace(piece, rows=slice(0, spec.workload.queries))
+        alone = pieces.reference(pieces.piece_inputs(spec, piece, me.device), whole, spec, torch.float64)
+        found["tokens"] = [[piece.number, token] for token in range(piece.rows.start, piece.rows.stop)]
+        assert together.values.keys() == alone.values.keys()
+        found["errors"] = {name: rel(x, alone.values[name][piece.rows]) for name, x in together.values.items()}
     return me.gather(found)
 
 
@@ -118,15 +117,15 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
         counted[0] += 1
         return plain(*args)
 
-    pieces._references.clear()
+    pieces._kept.clear()
     pieces.reference = counting
     found = []
     try:
         for last in (False, False, True):
             if last and me.rank == 1:
-                pieces._references.clear()
+                pieces._kept.clear()
             counted[0] = 0
-            checked = gate.check(me, spec, work).found
+            checked = gate.check(me, spec, work).fields
             found.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], counted[0]])
     finally:
         pieces.reference = plain

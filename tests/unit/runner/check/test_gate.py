@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from runner.check import gate
-from runner.check.errors import Compared, Error, Tolerance
+from runner.check.errors import Compared, Error, Tolerance, verdict
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from tests.support.composing import resolved
@@ -38,12 +38,10 @@ class Linear:
         return torch.arange(4) + 100
 
 
-def compare(me: Rank, experiment: Experiment, work: Linear, outputs, with_scales: bool) -> Compared:
+def compare(me: Rank, experiment: Experiment, work: Linear, outputs) -> Compared:
     error, expected = Error(), 2 * work.x
-    scales = expected.norm(dim=-1)
-    error.add(outputs.pop("logits"), expected, scales, LIMITS["logits"].absolute)
-    why = "; ".join(error.faults("logits", LIMITS["logits"])) or None
-    return Compared({"passed": why is None, "why": why}, {"logits": scales}, LIMITS)
+    error.add(outputs.pop("logits"), expected, expected.norm(dim=-1), LIMITS["logits"].absolute)
+    return Compared(verdict(error.faults("logits", LIMITS["logits"])), LIMITS)
 
 
 @pytest.fixture
@@ -53,23 +51,23 @@ def check(monkeypatch):
     monkeypatch.setattr(me, "say", lambda *_, **__: None)
     monkeypatch.setattr(me, "gather", lambda value: [value])
     spec = resolved("attention=ring", "hardware=cpu", "world_size=1")
-    return lambda work: (me, spec, work, gate.check(me, spec, work))
+    return lambda work: (me, work, gate.check(me, spec, work))
 
 
 def test_a_right_workload_passes_before_and_after_the_timing(check):
-    me, spec, work, checked = check(Linear())
-    assert checked.found == {"passed": True, "why": None}
+    me, work, checked = check(Linear())
+    assert checked.fields == {"passed": True, "why": None}
     work.run("forward")
-    found = gate.check_timed(me, spec, work, work, checked.kept)
+    found = gate.check_timed(me, work, work, checked)
     assert found["passed"] and found["last"].keys() == found["negated"].keys() == {"logits"}
 
 
 def test_a_wrong_one_fails_before_and_one_that_goes_wrong_later_after_the_timing(check):
     wrong = Linear()
     wrong.factor = 1.01
-    assert "logits rel L2" in check(wrong)[-1].found["why"]
-    me, spec, work, checked = check(Linear())
+    assert "logits rel L2" in check(wrong)[-1].fields["why"]
+    me, work, checked = check(Linear())
     work.factor = 1.01
     work.run("forward")
-    why = gate.check_timed(me, spec, work, work, checked.kept)["why"]
+    why = gate.check_timed(me, work, work, checked)["why"]
     assert "the last timed iteration: logits" in why and "token 10" in why

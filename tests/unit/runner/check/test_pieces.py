@@ -53,15 +53,15 @@ def test_short_sequences_and_packed_batches_are_not_shared(size):
 
 
 def test_references_are_kept_until_others_need_their_room(monkeypatch):
-    monkeypatch.setattr(pieces, "_references", {})
+    monkeypatch.setattr(pieces, "_kept", {})
     of_100_bytes = Reference({"out": torch.zeros(100, dtype=torch.uint8)})
     for name in "abc":
-        pieces.keep(name, [pieces.HeadPiece(0, 0, 0, (), reference=of_100_bytes)], 300)
-    pieces.keep("a", pieces._references.pop("a"), 300)  # needed again, so b is the oldest
-    pieces.keep("d", [pieces.HeadPiece(0, 0, 0, (), reference=of_100_bytes)], 300)
-    assert list(pieces._references) == ["c", "a", "d"]
-    pieces.keep("e", [pieces.HeadPiece(0, 0, 0, (), reference=of_100_bytes)], 0)
-    assert not pieces._references
+        pieces.keep(name, of_100_bytes, 300)
+    pieces.keep("a", pieces.kept("a"), 300)  # needed again, so b is the oldest
+    pieces.keep("d", of_100_bytes, 300)
+    assert list(pieces._kept) == ["c", "a", "d"]
+    pieces.keep("e", of_100_bytes, 0)
+    assert not pieces._kept
 
 
 @pytest.mark.parametrize(("kv_heads", "computed"), [(2, [[1, 0, 0], [1, 0, 1]]), (1, [[1, 0, 1], [1, 0, 1]])])
