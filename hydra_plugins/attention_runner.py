@@ -21,10 +21,7 @@ class AttentionRunner(Launcher):
     """Its imports of the program are late, since Hydra imports every plugin, also for other programs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        from runner.config import folders
-
         self.context, self.task, self.config = hydra_context, task_function, config
-        folders.lock(Path(config.hydra.sweep.dir))  # before Hydra writes there
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         from runner import sweep

@@ -22,11 +22,13 @@ from typing import TYPE_CHECKING, Any
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
+from hydra.types import TaskFunction
 from omegaconf.errors import OmegaConfBaseException
 
 from runner import app, plan
-from runner.config import folders, overrides, resolve
-from runner.config.values import InvalidConfig, Refused, message
+from runner.command import command
+from runner.config import folders, resolve
+from runner.config.values import InvalidConfig, message
 from runner.output import columns, reader, terminal
 from runner.output.reader import UnreadableFile
 from runner.output.record import Result
@@ -46,12 +48,9 @@ def run(given: Sequence[str] = (), quiet: bool = True) -> Result:
 
     Raises InvalidConfig (a ValueError) with one line for overrides that break a rule, and OSError where nothing can be
     written."""
-    with _hydra(given, False, quiet) as (hydra, texts):
-        done = hydra.run("config", app.execute, texts, with_log_configuration=False)
-        found = _result(done)
-    if found.status == "invalid":
-        raise InvalidConfig(found.reason or "")
-    return found
+    with _hydra(given, False, quiet) as (hydra, task, texts):
+        done = hydra.run("config", task, texts, with_log_configuration=False)
+    return _result(done)
 
 
 def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
@@ -59,9 +58,9 @@ def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
     An impossible combination is a result with the status `invalid`. The runs' folders lie in one folder, with the summary.
 
     Raises as `run`."""
-    with _hydra(given, True, quiet) as (hydra, texts):
-        batches = hydra.multirun("config", app.execute, [*texts, MULTIRUN], with_log_configuration=False)
-        return [_result(done) for done in (one for batch in batches for one in batch)]
+    with _hydra(given, True, quiet) as (hydra, task, texts):
+        batches = hydra.multirun("config", task, [*texts, MULTIRUN], with_log_configuration=False)
+        return [_result(done) for batch in batches for done in batch]
 
 
 def load(*where: str | Path, samples: bool = False) -> pd.DataFrame:
@@ -101,47 +100,35 @@ def _samples(result: Result) -> Iterator[dict[str, Any]]:
 
 def _result(done: Any) -> Result:
     """The recorded result of one of Hydra's jobs. Raises the job's error."""
-    if app.tally.error is not None:
-        raise app.tally.error
     _ = done.return_value
     folder = Path(done.hydra_cfg.hydra.runtime.output_dir)
-    found = reader.read_result(folder) or plan.earlier(folder, resolve.identity(done.cfg))
-    if found is None or isinstance(found, UnreadableFile):
-        raise OSError(f"the result was removed or cannot be read: {found}")
-    return found
+    result = reader.read_result(folder) or plan.earlier(folder, resolve.identity(done.cfg))
+    if result is None or isinstance(result, UnreadableFile):
+        raise OSError(f"the result was removed or cannot be read: {result}")
+    return result
 
 
 @contextmanager
-def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[Any, list[str]]]:
-    """Hydra for one call, with the overrides as it needs them. Its errors become InvalidConfig and OSError. Whatever else ends
-    the call ends the worlds, too."""
+def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[Any, TaskFunction, list[str]]]:
+    """Hydra for one call, with the overrides as it needs them. Its errors become InvalidConfig. What ends the call ends the
+    worlds, too: one may be in the middle of a job."""
     if isinstance(given, str):
         raise InvalidConfig(f"{given!r}: give a list of overrides, as [{given!r}]")
-    with _one_call, _undone(quiet):
-        resolve.register()
-        if reason := overrides.problem([*given], multirun):
-            raise InvalidConfig(message(ValueError(reason)).replace("add -m", "call runner.multirun"))
-        if "dry_run=true" in given:
-            raise InvalidConfig(
-                "dry_run=true: prints a plan; it is for the command line, python -m runner dry_run=true ..."
-            )
-        texts = overrides.for_each_run([*given]) if multirun else [*given]
-        folders.require_writable(folders.output(given))
-        app.begin()
-        folders.begin(making=True)
-        atexit.register(close)
-        try:
-            # Hydra only warns of a searchpath that does not exist
-            warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
-            with initialize_config_module("runner.conf", version_base="1.3"):
-                yield GlobalHydra.instance().hydra, texts
-        except (HydraException, OmegaConfBaseException, UserWarning, Refused) as error:
-            raise InvalidConfig(message(error)) from None
-        except BaseException:  # a world may be in the middle of a job
-            close()
-            raise
-        finally:
-            folders.begin()
+    if "dry_run=true" in given:
+        raise InvalidConfig(
+            "dry_run=true: prints a plan; it is for the command line, python -m runner dry_run=true ..."
+        )
+    atexit.register(close)
+    try:
+        with _one_call, _undone(quiet), command(folders.resumed(given), multirun) as (task, texts):
+            try:
+                with initialize_config_module("runner.conf", version_base="1.3"):
+                    yield GlobalHydra.instance().hydra, task, texts
+            except BaseException:
+                close()
+                raise
+    except (HydraException, OmegaConfBaseException) as error:
+        raise InvalidConfig(message(error)) from None
 
 
 @contextmanager

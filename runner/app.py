@@ -8,16 +8,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
-from runner import environment, plan, rounds, seeds
+from runner import environment, plan, rounds
+from runner.config import folders
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import experiment, identity, run_name, usable_gpus
-from runner.config.values import CannotWrite, InvalidConfig, Terminated, UnsupportedHere, plain
+from runner.config.values import InvalidConfig, UnsupportedHere, plain
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
@@ -57,20 +59,21 @@ class Unfinished:
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     """Does one of Hydra's jobs: a whole run, or the first round of a run that takes turns with others. A run that fails is
     recorded as a result and raises nothing. compared: the number of runs that a sweep compares, including this one.
-    Returns the run if it has rounds still to do. `tally.error` is what ends the command: nothing can be written."""
+    Returns the run if it has rounds still to do. An error that ends the command is `tally.error`: Hydra would print it."""
     try:
         return _execute(cfg, compared)
-    except CannotWrite as error:  # Hydra would print it
+    except Exception as error:
         tally.error = error
         return None
-    except Exception:
-        tally.broken = True
-        raise
 
 
 def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
     hydra = HydraConfig.get()
     folder, number = Path(hydra.runtime.output_dir), hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
+    with results.writing(folder.parent):
+        for path in (folder.parent / folders.PLAN, *folder.glob(f"{hydra.output_subdir}/*.yaml")):
+            if path.is_file():
+                _redact(path)
     if number is not None and cfg.resume:
         try:
             status = "ok" if plan.kept(folder, identity(cfg)) else None
@@ -83,12 +86,17 @@ def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
                 display.out.print(f"{folder.name}: kept from before")
                 _note_sweep(folder.parent)
             return None
-    with results.writing(folder.parent):
-        drawn = number is not None and cfg.seed is None
-        seed = seeds.of_folder(folder.parent) if drawn else seeds.fresh()
+    seed = folders.seed(None if number is None else folder.parent)
     value = run(cfg, folder, seed, "" if number is None else f"run {tally.place(number)}", compared)
     value["environment"]["overrides"] = list(hydra.overrides.task)
     return _recorded(value, folder, number)
+
+
+def _redact(path: Path) -> None:
+    """Take what looks like a secret out of a file that Hydra wrote."""
+    value = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    if redacted(value) != value:
+        path.write_text(yaml.safe_dump(redacted(value), sort_keys=False, allow_unicode=True))
 
 
 def _variables(spec: Experiment) -> dict[str, str]:
@@ -165,7 +173,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
 
 def _stopping(error: BaseException | None) -> bool:
     """Whether an error was raised while Ctrl-C or SIGTERM unwound the program."""
-    return error is not None and (isinstance(error, (KeyboardInterrupt, Terminated)) or _stopping(error.__context__))
+    return error is not None and (isinstance(error, KeyboardInterrupt) or _stopping(error.__context__))
 
 
 def _about(value: dict[str, Any]) -> dict[str, Any]:

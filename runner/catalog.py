@@ -84,8 +84,7 @@ USUAL_WORLD = 8  # ranks whose costs are listed where no world_size is given
 
 def cost(given: list[str]) -> Choices:
     """What each variant costs before it runs, for a workload and a world of any size. Raises ValueError for overrides that are refused."""
-    if reason := overrides.problem(given):
-        raise ValueError(reason)
+    overrides.check(given, True)
     if not any(text.startswith("world_size=") for text in given):
         given = [*given, f"world_size={USUAL_WORLD}"]
     title = (

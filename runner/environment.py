@@ -52,7 +52,7 @@ def host() -> dict[str, Any]:
         "cpu": _value("/proc/cpuinfo", "model name") or platform.processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory_bytes(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": {name: text for name in PACKAGES if (text := version(name))},
         "git": _git(),
         "argv": ["-m", "runner", *sys.argv[1:]],
         "variables": {k: v for k, v in sorted(os.environ.items()) if VARIABLES.match(k)},
@@ -70,7 +70,7 @@ def memory_bytes() -> int | None:
     return int(total.split()[0]) * 1024 if total else None
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

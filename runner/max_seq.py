@@ -23,7 +23,7 @@ from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.pool import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
-from runner.output import results, terminal
+from runner.output import commands, results, terminal
 from runner.output.fields import RankMemory
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
@@ -172,14 +172,15 @@ def search(arguments: list[str], pool: Pool, folder: Path) -> list[Row]:
 
 
 def main(arguments: list[str]) -> int:
+    return commands.exit_status(lambda: _main(arguments))
+
+
+def _main(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & {*arguments}:
         print(__doc__)
         return 0
     resolve.register()
-    reason = overrides.problem(arguments)
-    if reason is not None:
-        print(f"invalid: {reason}", file=sys.stderr)
-        return 2
+    overrides.check(arguments, True)
     started, output = time.monotonic(), next((a[7:] for a in arguments if a.startswith("output=")), "outputs")
     with results.writing(Path(output)), Pool() as pool:
         folder = folders.create(Path(output) / "max_seq", folders.now())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +14,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from runner import environment, rounds, seeds
-from runner.config import overrides
+from runner import environment, rounds
+from runner.config import folders, overrides
 from runner.config.experiment import Experiment
 from runner.config.resolve import experiment, identity, key_of, run_name, usable_gpus
 from runner.config.rules.machine import MachineLimits, check_fits
@@ -43,6 +44,13 @@ def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:
     if spec.model is not None:
         way_out = "check.enabled=false, fewer layers or a shorter seq_len"
         duration.check_cpu(spec, duration.run_s(spec)[0], way_out)
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises InvalidConfig for a run that breaks a rule; one that cannot be done here is recorded as such."""
+    gpus = usable_gpus(cfg)
+    with suppress(UnsupportedHere):
+        check_here(experiment(cfg, gpus, folders.fresh_seed()), cfg, gpus)
 
 
 def refusal(error: InvalidConfig | UnsupportedHere) -> str:
@@ -141,11 +149,9 @@ def swept(jobs: Sequence[Sequence[str]]) -> set[str]:
 def dry_run(arguments: Sequence[str], multirun: bool) -> None:
     """Print what a command would do. Raises InvalidConfig."""
     given = overrides.jobs(arguments) if multirun else [tuple(arguments)]
-    dirs = [str(overrides.parse(text).value()) for text in arguments if text.startswith("hydra.sweep.dir=")]
-    folder = Path(dirs[-1]) if dirs else None
     with terminal.err.status("planning"):
-        found = made(given, folder, check_kernels=True)
-    show(found)
+        planned = made(given, folders.sweep_folder(arguments), check_kernels=True)
+    show(planned)
 
 
 def made(
@@ -154,7 +160,7 @@ def made(
     """The plan of runs, each given by its overrides. folder: of their sweep. seconds: how long planning may take, for one run at
     least. check_kernels: also whether the kernels can do them, which imports torch."""
     plan, began = PlannedRuns(len(jobs)), time.monotonic()
-    seed = seeds.fresh() if folder is None else seeds.known(folder)
+    seed = folders.seed(folder)
     worlds: set[str] = set()  # that runs so far would have started
     for job in jobs:
         cfg = overrides.composed(job)

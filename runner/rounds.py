@@ -41,11 +41,15 @@ LEAST_CPU_FLOP = 1e11  # in all samples of a run on a CPU, under order=auto; two
 METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # with one sample per call; `simple` has one mean
 OF_WARMUP = ("warmup_iterations", "warmup_settled", "back_to_back_ms")
 COMPARED = ("attention", "kernel", "transport", "replay")
+SEQUENTIAL, INTERLEAVED = "sequential", "interleaved"
 
 
-def groups(jobs: Sequence[Sequence[str]], compared: Sequence[str] = COMPARED) -> list[list[int]]:
-    """Groups of compared jobs: the indices of the jobs whose overrides differ only in the keys `compared`. jobs: the overrides
-    of each. The groups are in the order of their first jobs."""
+def groups(jobs: Sequence[Sequence[str]], order: str) -> list[list[int]]:
+    """Groups of compared jobs: the indices of the jobs whose overrides differ only in `COMPARED` and, with
+    order=interleaved:KEY, in this key. jobs: the overrides of each. The groups are in the order of their first jobs."""
+    if order == SEQUENTIAL:
+        return [[i] for i in range(len(jobs))]
+    compared = (*COMPARED, *order.split(":")[1:])
     by_rest: dict[tuple[str, ...], list[int]] = {}
     for index, overrides in enumerate(jobs):
         rest = tuple(text for text in overrides if not _key(text).startswith(tuple(f"{key}." for key in compared)))
@@ -61,9 +65,9 @@ def _key(override: str) -> str:
 def number(order: str, spec: Experiment, compared: int) -> int:
     """The number of rounds of a run in a group of `compared` runs."""
     samples = spec.timing.timing_runs
-    if order == "sequential" or compared < 2 or spec.timing.method not in METHODS:
+    if order == SEQUENTIAL or compared < 2 or spec.timing.method not in METHODS:
         return 1
-    if order == "interleaved":
+    if order.startswith(INTERLEAVED):
         return min(ROUNDS, samples)
     if spec.launch.fresh or _short(spec):
         return 1

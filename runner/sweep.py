@@ -32,10 +32,8 @@ def launch(
     app.tally.runs, app.tally.until_limit = (app.tally.runs or 0) + len(jobs), cfg.until_limit
     if not terminal.out.quiet:
         _say_plan(jobs, folder)
-    alone = cfg.order == "sequential"
-    groups = [[i] for i in range(len(jobs))] if alone else rounds.groups(jobs, (*rounds.COMPARED, *app.tally.compared))
     done: dict[int, JobReturn] = {}
-    for group in groups:
+    for group in rounds.groups(jobs, cfg.order):
         unfinished: list[app.Unfinished] = []
         for i in group:
             done[i] = returned = job(jobs[i], len(done), len(group))

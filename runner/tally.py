@@ -17,8 +17,7 @@ SKIPPED = ("invalid", "unsupported")  # statuses of runs that were not started
 
 
 class Tally:
-    """Of one command of this process. runs: None where another program counts them. error: why the command cannot go on.
-    broken: whether an error of the program's own ended a run."""
+    """Of one command of this process. runs: None where another program counts them. error: why the command cannot go on."""
 
     def __init__(self) -> None:
         self.runs: int | None = None
@@ -28,10 +27,8 @@ class Tally:
         self.spent = 0.0  # expected seconds of what was run
         self.statuses: list[str] = []
         self.until_limit = False  # a run that ends out of memory is no failure
-        self.compared: tuple[str, ...] = ()  # further keys in which compared runs differ
         self.folders: list[Path] = []  # of sweeps
         self.error: Exception | None = None
-        self.broken = False
         self._failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
     def expect(self, by_name: Mapping[str, float]) -> None:

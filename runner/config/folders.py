@@ -1,49 +1,31 @@
-"""Output folders: a new one for each invocation, tested for writing before the first run. A sweep's is locked."""
+"""Output folders: a new one for each command, tested for writing before the first run. A sweep's is locked."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-import shlex
+import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
 
-from runner.config.values import CannotWrite, InvalidConfig, Refused, shown
-
-if TYPE_CHECKING:
-    from runner.ab import Ab
+from runner.config import overrides
+from runner.config.values import CannotWrite, InvalidConfig, shown
+from runner.reading import read_text
 
 PLAN = "multirun.yaml"  # what Hydra writes into a sweep's folder
-_stamps: dict[str, str] = {}  # by the folder that they stand in
-_making = False
-_locks: list[int] = []  # descriptors that lock the sweep's folder
+SWEEP = "hydra.sweep.dir="
+SEED = "seed"  # the file of a sweep's folder with the seed of its inputs, which all its runs share
+SEEDS = 1 << 31
 
 
 def now() -> str:
     return time.strftime("%Y-%m-%d_%H-%M-%S")
-
-
-def stamp(parent: str) -> str:
-    """The resolver `${stamp:PARENT}`: a new folder in `parent` that is named by the time, the same during the whole command; only
-    its name before `begin(making=True)`."""
-    if parent not in _stamps:
-        _stamps[parent] = create(Path(parent), now()).name if _making else now()
-    return _stamps[parent]
-
-
-def begin(making: bool = False) -> None:
-    """Forget and unlock the folders of an earlier command in this process: the next one gets a folder of its own. making: whether it
-    does runs, and its folders are made."""
-    global _making
-    _making = making
-    _stamps.clear()
-    while _locks:
-        os.close(_locks.pop())
 
 
 def create(parent: Path, name: str) -> Path:
@@ -59,56 +41,77 @@ def create(parent: Path, name: str) -> Path:
             number += 1
 
 
-def lock(folder: Path) -> None:
-    """Keep other sweeps out of this sweep's folder until `begin` or the end of this program, by the file that Hydra writes there.
-    Raises Refused where another one has it, OSError where nothing can be locked."""
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other sweeps out of this sweep's folder, by the file that Hydra writes there. Raises InvalidConfig where another one
+    has it, OSError where nothing can be locked."""
     folder.mkdir(parents=True, exist_ok=True)
-    _locks.append(os.open(folder / PLAN, os.O_RDWR | os.O_CREAT, 0o666))
+    lock = os.open(folder / PLAN, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(_locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
     except BlockingIOError:
         reason = "another sweep is writing there; wait for its end, or give another folder"
-        raise Refused(f"hydra.sweep.dir={shown(str(folder))}: {reason}") from None
+        raise InvalidConfig(f"{SWEEP}{shown(str(folder))}: {reason}") from None
+    finally:
+        os.close(lock)
+
+
+@lru_cache
+def fresh_seed() -> int:
+    """One for all runs of this process, so that every variant gets the same inputs."""
+    return secrets.randbelow(SEEDS)
+
+
+def seed(folder: Path | None) -> int:
+    """The seed that is recorded in a sweep's folder, else a fresh one."""
+    with suppress(OSError, ValueError, TypeError):
+        recorded = int(read_text(folder / SEED, 100))  # type: ignore[operator]
+        if 0 <= recorded < SEEDS:
+            return recorded
+    return fresh_seed()
+
+
+def record_seed(folder: Path) -> None:
+    """So all runs of a sweep have the same inputs, also if it is resumed or done by several programs."""
+    (folder / SEED).write_text(f"{seed(folder)}\n")
+
+
+def sweep_folder(arguments: Sequence[str]) -> Path | None:
+    """The folder that the overrides give to a sweep."""
+    given = [overrides.parse(text).value() for text in arguments if text.startswith(SWEEP)]
+    return Path(str(given[-1])) if given else None
 
 
 def resumed(arguments: Sequence[str]) -> list[str]:
     """The overrides, with those of the sweep that `resume=FOLDER` names and goes on in. Raises InvalidConfig."""
-    texts = [text for text in arguments if text.startswith("resume=") and text not in ("resume=true", "resume=false")]
-    if not texts:
+    given = [text.removeprefix("resume=") for text in arguments if text.startswith("resume=")]
+    if not given or given[-1] == "false":
         return list(arguments)
-    folder = texts[-1].removeprefix("resume=")
-    path = Path(folder) / PLAN
+    if given[-1] == "true":
+        if sweep_folder(arguments) is None:
+            raise InvalidConfig(
+                "resume=true: goes on with a sweep whose folder must be given; write resume=FOLDER, or "
+                f"resume=true {SWEEP}FOLDER and the sweep's own overrides"
+            )
+        return list(arguments)
+    path = Path(given[-1]) / PLAN
     if not path.is_file() or not path.stat().st_size:
         reason = f"no {PLAN} there; give the folder of a sweep, or resume=true with the sweep's overrides"
-        raise InvalidConfig(f"resume={shown(folder)}: {reason}")
-    given = OmegaConf.select(OmegaConf.load(path), "hydra.overrides")
-    earlier = [*given.hydra, *given.task]
+        raise InvalidConfig(f"resume={shown(given[-1])}: {reason}")
+    earlier = OmegaConf.select(OmegaConf.load(path), "hydra.overrides")
     both = [
-        text for text in (*earlier, *arguments) if not text.startswith(("resume=", "hydra.sweep.dir=", "hydra.mode="))
+        text
+        for text in (*earlier.hydra, *earlier.task, *arguments)
+        if not text.startswith(("resume=", SWEEP, "hydra.mode="))
     ]
-    return [*both, "resume=true", f"hydra.sweep.dir={quoted(folder)}"]
+    return [*both, "resume=true", f"{SWEEP}{quoted(given[-1])}"]
 
 
 def quoted(folder: str | Path) -> str:
     """A folder as a value of Hydra's overrides."""
     text = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
-
-
-def again(folder: Path, arguments: Sequence[str], compared: Ab | None) -> str:
-    """What follows the command's name to go on with a sweep. compared: with `ab=`, which a sweep's folder does not know."""
-    if compared is None:
-        return shlex.join([f"resume={folder}"])
-    others = [
-        text for text in arguments if not text.startswith((f"{compared.key}=", "order=", "resume=", "hydra.sweep.dir="))
-    ]
-    return shlex.join([compared.text, *others, "resume=true", f"hydra.sweep.dir={quoted(folder)}"])
-
-
-def output(arguments: Sequence[str]) -> Path:
-    """The output folder that the overrides name, else the default."""
-    given = [text.partition("=")[2] for text in arguments if text.startswith("output=")]
-    return Path(next((text for text in given if text and "${" not in text), "outputs"))
 
 
 def require_writable(folder: Path) -> None:

@@ -15,10 +15,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attention.variants.registry import AUTO
 from runner import environment
-from runner.config import folders, hydra_files, models, schema
+from runner.config import models, schema
 from runner.config.experiment import Experiment
-from runner.config.groups import groups
 from runner.config.masks import NONE
+from runner.config.overrides import groups
 from runner.config.rules import attention, launch, model, timing, workload
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 from runner.peers import everything, variant
@@ -36,12 +36,10 @@ _LATER = {
 
 
 def register() -> None:
-    """Make the schema, the names of folders and how files are read and written known to Hydra."""
-    hydra_files.register()
+    """Make the schema and the names of folders known to Hydra."""
     ConfigStore.instance().store(name="schema", node=schema.RunConf)
     if not OmegaConf.has_resolver("run_name"):
         OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))
-        OmegaConf.register_new_resolver("stamp", folders.stamp)
         OmegaConf.register_new_resolver("per_rank", lambda n, *, _root_: per_rank(_root_, n))
 
 
@@ -129,7 +127,7 @@ def _check_names(cfg: DictConfig) -> None:
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)
-    one_of("order", cfg.order, schema.ORDERS)
+    one_of("order", cfg.order.partition(":")[0], schema.ORDERS)
     if cfg.mode is not None:
         one_of("mode", cfg.mode, (*schema.MODES, *schema.MODEL_MODES))
 

@@ -142,7 +142,9 @@ class RunConf:
     deterministic: bool = False
     agreement: bool = True  # ranks compare what they ask for whenever they make a plan
     replay: Any = "none"  # none, graphs or auto, as `attention.make` has it
-    order: str = "auto"  # of a sweep's samples: interleaved, sequential; auto: interleaved where it compares runs
+    order: str = (
+        "auto"  # of a sweep's samples: sequential, interleaved or interleaved:KEY, runs that differ in KEY; auto
+    )
     until_limit: bool = False  # a sweep does not run lengths beyond one that ended as oom, timeout or crash
     resume: bool = False
     dry_run: bool = False  # show what would be run, and end

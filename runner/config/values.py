@@ -26,16 +26,8 @@ class UnsupportedHere(ValueError):
     """A valid experiment that this machine or these packages cannot run."""
 
 
-class Refused(ValueError):
-    """The command line as a whole cannot be done."""
-
-
 class CannotWrite(OSError):
     """A file or folder of a run cannot be written. The message gives the path, the cause and the way out."""
-
-
-class Terminated(BaseException):
-    """SIGTERM came. Like KeyboardInterrupt, it unwinds the program."""
 
 
 def message(error: BaseException) -> str:

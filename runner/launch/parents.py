@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.config.place import LOOPBACK, Place
+from runner.config.values import InvalidConfig
 from runner.launch.agent import Agent
 from runner.launch.files import Part, WorldSpec, write
 
@@ -37,7 +38,7 @@ LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 Message = dict[str, Any]
 
 
-class Unusable(Exception):
+class Unusable(InvalidConfig):
     """Processes cannot meet, with the reason in one line."""
 
 

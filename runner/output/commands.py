@@ -1,10 +1,15 @@
-"""What report, compare and pack share: their argument parser, and errors as one line and an exit status."""
+"""What all commands share: their argument parser, standard output whatever becomes of it, and errors as one line and an exit
+status."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
+from typing import Any
+
+from runner.config.values import CannotWrite, message
 
 
 def parser(module: str, about: str | None) -> argparse.ArgumentParser:
@@ -14,14 +19,55 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     )
 
 
-def exit_status(command: Callable[[], int], os_error: int = 1) -> int:
-    """The command's exit status: 2 where it raises ValueError and `os_error` for OSError, with the error as a line on
-    stderr."""
+class Output:
+    """Standard output whose reader may leave, as in `| head -1`: the command goes on and later output is dropped. `error` is
+    another reason for that, such as a full disk."""
+
+    def __init__(self, stream: Any):
+        self.stream = open(os.devnull, "w") if stream is None else stream  # noqa: SIM115 (it was closed: `>&-`)
+        self.error: OSError | None = None
+        if hasattr(self.stream, "reconfigure"):
+            self.stream.reconfigure(errors="replace")  # what the locale's encoding lacks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def _try(self, call: Callable[[], Any]) -> None:
+        try:
+            call()
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError):
+                self.error = error
+                print(f"error: standard output: {error.strerror}; the results are in their folders", file=sys.stderr)
+            nowhere = os.open(os.devnull, os.O_WRONLY)  # later output and the stream's buffer
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+            self.stream.flush()
+
+
+def exit_status(
+    command: Callable[[], int], os_error: int = 1, refusals: tuple[type[Exception], ...] = (ValueError,)
+) -> int:
+    """The command's exit status: 2 where it raises one of `refusals` and `os_error` for OSError, with the error as a line on
+    stderr; 1 where its output could not be written."""
+    sys.stdout = output = Output(sys.stdout)  # type: ignore[assignment]
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
-        return command()
-    except ValueError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        status = command()
+        output.flush()
+        return status or (1 if output.error else 0)
+    except refusals as error:
+        kind = "error" if type(error) is ValueError else "invalid"
+        print(f"{kind}: {message(error)}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: {error.filename}: could not be read or written ({error.strerror})", file=sys.stderr)
+        about = f"{error.filename}: could not be read or written ({error.strerror})"
+        print(f"error: {error if isinstance(error, CannotWrite) else about}", file=sys.stderr)
         return os_error

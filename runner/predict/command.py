@@ -88,8 +88,7 @@ def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Clu
         if name not in VARIANTS:
             raise ValueError(f"attention={name}: not a variant that the model knows; {nearest(name, VARIANTS)}")
     resolve.register()
-    if reason := overrides.problem(rest):
-        raise ValueError(reason)
+    overrides.check(rest, True)
     with initialize_config_module("runner.conf", version_base="1.3"):
         cfg = compose("config", overrides=["hardware=cuda", "attention=auto", *rest])
     kept = validation.stored()

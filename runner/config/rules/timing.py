@@ -30,7 +30,7 @@ def check_group(cfg: DictConfig) -> None:
             raise InvalidConfig(f"timing.{key}={timing[key]:g}: must be at least 0 and at most a day, or null")
     if not isinstance(cfg.phases, bool) and cfg.phases != "table":
         raise InvalidConfig(f"phases={shown(cfg.phases)}: must be true, false or table")
-    if cfg.order == "interleaved" and timing.method == "simple":
+    if cfg.order.startswith("interleaved") and timing.method == "simple":
         raise InvalidConfig("order=interleaved timing=simple: one mean has no rounds; use timing=warmup or order=auto")
     for key, highest in {"precision": FINITE, "time_cap_s": MOST_MS / 1e3}.items():
         above_zero(f"timing.{key}", timing[key], f"the default is {getattr(TimingConf, key):g}", highest)
