@@ -91,13 +91,13 @@ def check(arguments: Sequence[str], multirun: bool) -> DictConfig:
             raise InvalidConfig(f"{text}: every run has one {name}; write {key}=NAME")
         choices[name] = [f"{key}={one_of(name, value, groups()[name])}" for value in values(override)]
     # options differ by variant and mask: a choice of a group with keys is composed
-    changed = {key.key_or_group.partition(".")[0] for key in keys}
+    changed = {override.key_or_group.partition(".")[0] for override in keys}
     varied = [texts if name in changed else texts[:1] for name, texts in choices.items()]
     for i in reversed(range(max(map(len, varied), default=1))):
         cfg = copy.deepcopy(_composed(tuple(texts[min(i, len(texts) - 1)] for texts in varied))[0])
-        for key in keys:
-            for value in reversed(values(key) if i == 0 else values(key)[:1]):
-                _set(cfg, key.key_or_group, value)
+        for override in keys:
+            for value in reversed(values(override) if i == 0 else values(override)[:1]):
+                _set(cfg, override.key_or_group, value)
     return cfg
 
 
@@ -217,7 +217,7 @@ def _set(cfg: DictConfig, name: str, value: Any) -> None:
             )
         OmegaConf.update(cfg, name, value)
     except (ConfigAttributeError, ConfigKeyError) as error:
-        raise InvalidConfig(_unknown(error.full_key or name, cfg)) from None
+        raise InvalidConfig(_unknown(max(name, error.full_key or "", key=len), cfg)) from None
     except OmegaConfBaseException as error:
         reason = shown(str(error).partition("\n")[0])
         raise InvalidConfig(f"{name}={shown(value)}: {reason}; leave it out for {name}={written(before)}") from None

@@ -3,7 +3,6 @@
 import pytest
 
 from attention import masks
-from runner.config.overrides import problem
 from runner.config.resolve import identity, run_name
 from runner.config.values import InvalidConfig
 from runner.measure import metrics
@@ -107,14 +106,6 @@ def test_a_mask_that_cannot_be_is_refused_in_one_line(overrides, parts):
     assert "\n" not in text
     for part in parts:
         assert part in text
-
-
-def test_unknown_masks_and_parameters_are_refused_before_anything_is_composed():
-    assert "chunked" in (problem(["mask=chunkd"]) or "")
-    assert problem(["mask=chunked", "mask.chunk=4"]) is None
-    assert "mask=none has no such parameter" in (problem(["mask.chunk=4"]) or "")
-    refusal = problem(["mask=chunked,prefix_lm", "mask.chunk=4"]) or ""
-    assert "mask=prefix_lm has no such parameter; its parameters: mask.prefix" in refusal
 
 
 def test_runs_without_a_mask_by_name_keep_their_keys_and_names():

@@ -1,15 +1,14 @@
 """Only regular files up to a size are read: a FIFO would hang, a device fill the memory."""
 
 import os
-import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from runner import reading, seeds
+from runner import reading
+from runner.config import folders
 from runner.config.huggingface import loaded
-from runner.config.hydra_files import check_yaml
 from runner.config.values import InvalidConfig
 from runner.output import results
 from runner.output.record import Result
@@ -43,10 +42,8 @@ def test_nothing_else_is_read(tmp_path, kind):
         reading.read_parquet(path)
     with pytest.raises(InvalidConfig, match=rf"model.config=.*x: no configuration of a model \(.*({IRREGULAR})"):
         loaded(str(path), None, {})
-    with pytest.raises(InvalidConfig, match=rf"x: .*({IRREGULAR})"):
-        check_yaml(path)
-    path.rename(tmp_path / seeds.NAME)
-    assert seeds.known(tmp_path) == seeds.fresh()
+    path.rename(tmp_path / folders.SEED)
+    assert folders.seed(tmp_path) == folders.fresh_seed()
 
 
 def test_a_file_is_read_whole_or_its_end(tmp_path):
@@ -86,23 +83,6 @@ def test_samples_that_no_run_writes_are_refused(tmp_path, changes):
     pq.write_table(pa.table(SAMPLES | changes), path)
     with pytest.raises(ValueError, match=r"samples|finite|cast|Failed to parse"):
         results.read_samples(path)
-
-
-def aliases(depth):
-    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, depth)]
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("text", [aliases(9), "a: &a [*a]", f"a: {'x' * (1 << 20)}"], ids=["9^9", "circle", "large"])
-def test_a_configuration_that_would_take_minutes_is_refused_at_once(tmp_path, text):
-    (tmp_path / "y.yaml").write_text(text)
-    started = time.monotonic()
-    with pytest.raises(InvalidConfig, match=r"y\.yaml: .*at most"):
-        check_yaml(tmp_path / "y.yaml")
-    (tmp_path / "y.yaml").write_text(aliases(3))
-    check_yaml(tmp_path / "y.yaml")
-    assert time.monotonic() - started < 2
 
 
 @pytest.mark.parametrize(

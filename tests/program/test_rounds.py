@@ -42,9 +42,9 @@ def test_jobs_are_compared_that_differ_in_the_variant_its_options_or_the_kernel_
         ["+experiment=speed", "attention=ring", "seq_len=128"],
         ["attention=ring", "seq_len=128", "kernel=flex", "replay=graphs"],
     ]
-    assert rounds.groups(jobs) == [[0, 2, 4], [1], [3]]
-    assert rounds.groups([["seq_len=1"], ["seq_len=2"], ["world_size=2"]]) == [[0], [1], [2]]
-    assert rounds.groups([["kernels=1"], ["kernels=2"]]) == [[0], [1]]  # another key
+    assert rounds.groups(jobs, "auto") == [[0, 2, 4], [1], [3]]
+    assert rounds.groups([["seq_len=1"], ["seq_len=2"], ["world_size=2"]], "auto") == [[0], [1], [2]]
+    assert rounds.groups([["kernels=1"], ["kernels=2"]], "auto") == [[0], [1]]  # another key
 
 
 @pytest.mark.parametrize(

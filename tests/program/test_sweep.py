@@ -1,7 +1,5 @@
 """What the runs of a sweep share, and a program that is run from any folder."""
 
-import errno
-import json
 import os
 import subprocess
 import sys
@@ -10,9 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import seeds
-from runner.config import folders, overrides
-from runner.config.values import InvalidConfig
+from runner.config import folders
 from runner.tally import Tally
 from tests.support.command import SMALL, only, results_in, run
 from tests.support.composing import configured
@@ -57,63 +53,13 @@ def test_a_sweep_that_is_resumed_keeps_its_seed_and_what_is_ok_and_says_where_it
     assert "seed" not in (folder / "summary.md").read_text().splitlines()[0]
 
 
-def recorded(folder, seed, given=None):
-    folder.mkdir(parents=True)
-    value = {"schema_version": 2, "key": "k", "name": folder.name, "status": "crash", "config": {"seed": given}}
-    work = {
-        "batch": 1,
-        "heads": 2,
-        "kv_heads": 2,
-        "head_dim": 32,
-        "seq_len": 64,
-        "causal": True,
-        "window": [-1, -1],
-        "dtype": "bf16",
-    }
-    value["experiment"] = {
-        "workload": work, "options": {}, "world_size": 2, "device": "cpu", "kernel": "auto", "transport": "auto",
-        "timing": {"method": "warmup"}, "mode": "forward", "seed": seed,
-    }  # fmt: skip
-    (folder / "result.json").write_text(json.dumps(value))
-
-
-def test_a_folder_without_a_recorded_seed_has_that_of_its_earlier_runs(tmp_path):
-    recorded(tmp_path / "a", 5, given=5)
-    recorded(tmp_path / "b", 1234)
-    assert seeds.of_folder(tmp_path) == 1234
-    (tmp_path / "b" / "result.json").unlink()
-    assert seeds.of_folder(tmp_path) == 1234  # recorded now
+def test_a_sweep_has_the_seed_that_its_folder_records_else_that_of_the_process(tmp_path):
+    (tmp_path / "seed").write_text("1234")
+    folders.record_seed(tmp_path)
+    assert folders.seed(tmp_path) == 1234
     for damaged in ("", "x", "-1", "9" * 30):
         (tmp_path / "seed").write_text(damaged)
-        assert 0 <= seeds.of_folder(tmp_path) < 1 << 31
-    assert seeds.of_folder(tmp_path / "new") == seeds.of_folder(tmp_path / "other")  # of one invocation
-
-
-def test_a_seed_is_recorded_on_a_file_system_without_hard_links(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
-    seed = seeds.of_folder(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["seed"]
-    monkeypatch.setattr(seeds, "fresh", lambda: seed + 1)  # as another program draws it
-    assert seeds.of_folder(tmp_path) == seed
-
-
-def test_runs_are_counted_without_being_made():
-    assert overrides.count(["a=1,2,3", "b=range(0,10,3)", "c=choice(1,2)", "d=5"]) == 3 * 4 * 2
-    assert overrides.count(["a=1,2,3", "a=4,5"]) == 2  # the last one of a key
-    assert overrides.count(["attention=glob(zigzag*)"]) == 3
-    with pytest.raises(InvalidConfig, match="at most 10,000"):
-        overrides.count(["a=range(0,101)", "b=range(0,100)"])
-
-
-def test_an_experiments_own_sweep_is_counted_too():
-    given = ["+experiment=tiny_variants", "batch=1,2"]
-    assert len(overrides.jobs(given)) % 2 == 0 and all(
-        job[-1] in ("batch=1", "batch=2") for job in overrides.jobs(given)
-    )
-    assert "runs; a sweep has at most 10,000" in overrides.problem([*given, "seed=range(0,5000)"])
+        assert folders.seed(tmp_path) == folders.seed(tmp_path / "other") == folders.fresh_seed()
 
 
 def test_a_length_that_failed_ends_its_own_series():
@@ -180,27 +126,6 @@ def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_pa
     assert only(out)["status"] == "ok"
 
 
-def test_a_second_sweep_into_a_folder_is_refused_while_the_first_writes_there(tmp_path):
-    given = [
-        sys.executable,
-        "-m",
-        "runner",
-        "-m",
-        "seed=1,2",
-        f"output={tmp_path}",
-        f"hydra.sweep.dir={tmp_path / 'sweep'}",
-    ]
-    folders.lock(tmp_path / "sweep")
-    try:
-        done = subprocess.run(given, capture_output=True, text=True, timeout=120)
-    finally:
-        folders.begin()
-    reason = "another sweep is writing there; wait for its end, or give another folder"
-    assert (done.returncode, done.stderr) == (2, f"invalid: hydra.sweep.dir={tmp_path / 'sweep'}: {reason}\n")
-    folders.lock(tmp_path / "sweep")
-    folders.begin()
-
-
 @pytest.mark.slow
 def test_output_that_ends_early_ends_no_run(tmp_path):
     reading, writing = os.pipe()
@@ -232,11 +157,8 @@ def test_batches_of_hydras_sweeper_are_one_sweep_and_a_folder_in_use_keeps_its_p
     assert done.returncode == 0 and len(results_in(tmp_path / "s (1)")) == 2, done.stderr
     plan = tmp_path / "s (1)" / "multirun.yaml"
     before = plan.read_bytes()
-    folders.lock(plan.parent)
-    try:
+    with folders.locked(plan.parent):
         done = run(tmp_path, *given, "seq_len=256")
-    finally:
-        folders.begin()
     assert done.returncode == 2 and "another sweep is writing there" in done.stderr
     assert plan.read_bytes() == before
     done = run(tmp_path, f"resume={plan.parent}", small=False)

@@ -56,12 +56,11 @@ def keys() -> tuple[list[str], list[str]]:
     from hydra import compose, initialize_config_module
     from omegaconf import OmegaConf
 
-    from runner.config.groups import groups
-    from runner.config.overrides import _paths
+    from runner.config.overrides import groups
 
     with initialize_config_module("runner.conf", version_base="1.3"):
         found: Any = OmegaConf.to_container(compose("config"))
-    paths = list(_paths(found))
+    paths = [*found, *(f"{group}.{key}" for group, x in found.items() if isinstance(x, dict) for key in x)]
     return [p for p in dict.fromkeys([*paths, *owners()]) if p != "output" and p not in groups()], sorted(groups())
 
 

@@ -121,7 +121,7 @@ def warm() -> None:
     Plugins.instance()
     environment.host()
     environment.gpu_count()
-    overrides.problem(["config=tiny", "seq_len=128"])
+    overrides.check(["config=tiny", "seq_len=128"], False)
 
 
 def start(folder: Path, main: Callable[[], Any], arguments: Sequence[str], file_limit: int | None = None) -> Running:

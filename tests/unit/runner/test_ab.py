@@ -5,31 +5,20 @@ import random
 import pytest
 
 from runner import ab, rounds
-from runner.ab import Ab
 from runner.config import overrides
 from runner.config.values import InvalidConfig
 from runner.measure.statistics import of_ranks
 from runner.output import results
-from tests.support.command import run
 from tests.support.recorded import result
 
 
-@pytest.mark.parametrize(
-    ("given", "written", "first", "second"),
-    [
-        (["ab=kernel:sdpa_flash,math"], ["kernel=sdpa_flash,math"], "kernel=sdpa_flash", "kernel=math"),
-        (["seq_len=1,2", "ab=attention:ring,zigzag"], ["seq_len=1,2", "attention=ring,zigzag"], "attention=ring", "attention=zigzag"),
-        (["ab=window:[512,0],[64,0]"], ["window=[512,0],[64,0]"], "window=[512,0]", "window=[64,0]"),
-        (["ab=launch.env:{A:1},{A:2}"], ["launch.env={A:1},{A:2}"], "launch.env={A:1}", "launch.env={A:2}"),
-    ],
-)  # fmt: skip
-def test_it_is_a_sweep_over_two_values_that_take_turns(given, written, first, second):
-    found, compared = ab.expand(given)
-    assert found == [*written, "order=interleaved"] and (compared.first, compared.second) == (first, second)
-    assert overrides.count(found) == (4 if "seq_len=1,2" in given else 2)
-    jobs = [[text, "order=interleaved"] for text in (compared.first, compared.second)]
-    assert rounds.groups(jobs, [compared.key]) == [[0, 1]]
-    assert ab.expand(["kernel=math", "order=auto"]) == (["kernel=math", "order=auto"], None)
+@pytest.mark.parametrize("values", ["kernel:sdpa_flash,math", "window:[512,0],[64,0]", "launch.env:{A:1},{A:2}"])
+def test_it_is_a_sweep_over_two_values_that_take_turns(values):
+    key, _, both = values.partition(":")
+    sweep = ab.expand(["seq_len=1,2", f"ab={values}", "order=interleaved"])
+    assert sweep == ["seq_len=1,2", f"{key}={both}", f"order=interleaved:{key}"]
+    assert rounds.groups(overrides.jobs(sweep), sweep[-1][6:]) == [[0, 1], [2, 3]]
+    assert ab.expand(["kernel=math", "order=auto"]) == ["kernel=math", "order=auto"]
 
 
 @pytest.mark.parametrize(
@@ -52,9 +41,7 @@ def test_what_it_cannot_compare_is_refused_in_a_line(given, why):
     assert why in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_key_that_no_run_has_is_refused_with_the_nearest():
-    found, _ = ab.expand(["ab=kernle:math,flex"])
-    assert "kernle: not a key; did you mean kernel" in overrides.problem(found)
+SWEEP = ab.expand(["ab=kernel:math,flex"])
 
 
 def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float], seed: int) -> None:
@@ -73,7 +60,7 @@ def test_there_is_a_verdict_for_each_combination_of_the_other_keys(tmp_path):
         clocks = [1.0, 1.1, 0.95]
         in_rounds(tmp_path, "math", seq_len, 10.0, clocks, 1)
         in_rounds(tmp_path, "flex", seq_len, ms, clocks if seq_len < 32768 else [0.9, 1.05, 1.1], 2)
-    lines = sorted(Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path))
+    lines = sorted(ab.verdicts(tmp_path, SWEEP))
     start = "kernel=flex against kernel=math:"
     assert lines[0].startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
     assert lines[1].startswith(f"seq_len=32768: {start} inconclusive") and lines[1].count("narrows it") == 1
@@ -85,18 +72,4 @@ def test_a_setting_that_failed_gets_no_verdict_but_its_reason(tmp_path):
     failed = result("zigzag", None, status="oom", reason="rank 1", kernel="flex", seq_len=8192)
     failed["environment"]["overrides"] = ["seq_len=8192", "kernel=flex", "order=interleaved"]
     results.write_result(tmp_path / failed["name"], failed)
-    assert Ab("", "kernel", "kernel=math", "kernel=flex").verdicts(tmp_path) == [
-        "no verdict: kernel=flex is oom, rank 1"
-    ]
-
-
-@pytest.mark.slow
-def test_the_command_line_ends_with_the_verdict(tmp_path):
-    done = run(
-        tmp_path, "ab=timing.layers:1,4", "phases=false", "baseline=none", "mode=forward", "timing.timing_runs=9"
-    )
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if " against " in line]
-    assert line.startswith("timing.layers=4 against timing.layers=1: ") and done.stdout.count("round 2 of 3") >= 2
-    refused = run(tmp_path, "ab=kernel:math")
-    assert refused.returncode == 2 and refused.stderr.startswith("invalid: ab=kernel:math: must be ab=KEY:")
+    assert ab.verdicts(tmp_path, SWEEP) == ["no verdict: kernel=flex is oom, rank 1"]

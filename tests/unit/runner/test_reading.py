@@ -7,6 +7,7 @@ import shlex
 import pytest
 
 from runner import ab, compare
+from runner.__main__ import split
 from runner.config import overrides
 from runner.report import command as report
 from tests.support.composing import resolved
@@ -32,14 +33,14 @@ def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
         if module in PARSERS:
             PARSERS[module]().parse_args(arguments)
         elif module in ("", "catalog", "predict", "max_seq"):
-            flags, given = overrides.split(arguments)
+            flags, given = split(arguments)
             if given[:1] in (["cost"], ["kernel"]):
                 given = given[1:]
             given, compared = ab.expand(given)
             if flags == ["--help"] or not given:
                 continue
             many = "-m" in flags or compared is not None or module in ("predict", "max_seq")
-            assert overrides.problem(given, many) is None, given
+            overrides.check(given, many or overrides.is_sweep(given))
             if not module and not many:
                 resolved(*given, gpus=GPUS if "hardware=cuda" in given else 0)
         else:

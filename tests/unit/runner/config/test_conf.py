@@ -17,7 +17,7 @@ from attention.variants.registry import AUTO, VARIANTS
 from runner import rounds
 from runner.config import overrides, schema
 from runner.config.masks import NONE
-from runner.config.overrides import groups, problem
+from runner.config.overrides import groups
 from runner.config.resolve import run_name
 from runner.config.rules import model as model_rules
 from runner.config.values import InvalidConfig
@@ -68,7 +68,7 @@ def test_every_run_of_an_experiment_is_one_and_headlines_are_compared_in_rounds(
     specs = {json.dumps(resolved(*job, gpus=8).plain()) for job in some}
     assert len(specs) == len(set(some)) > 1  # no run twice
     assert re.search(r"Machine: .* Estimate: \d+ runs?, \d+ (min|h)", comment("experiment", name))
-    for group in rounds.groups(jobs) if "Headline:" in comment("experiment", name) else []:
+    for group in rounds.groups(jobs, "auto") if "Headline:" in comment("experiment", name) else []:
         spec = resolved(*jobs[group[0]], gpus=8)
         assert rounds.number(composed(f"+experiment={name}").order, spec, len(group)) == 3
 
@@ -119,7 +119,7 @@ def test_tokens_per_rank_follow_the_world_size():
     assert resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu").workload.seq_len == 96 * 2
     cfg = configured("config=tiny", "seq_len=${per_rank:96}", "world_size=4", "hardware=cpu")
     assert run_name(cfg, 0).startswith("zigzag_tiny_s384_w4_")
-    assert problem(["seq_len=${per_rank:96}", "world_size=1,2"]) is None
+    overrides.check(["seq_len=${per_rank:96}", "world_size=1,2"], True)
     with pytest.raises(InvalidConfig, match="world_size=0: must be auto or a whole number"):
         resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu", "world_size=0")
 

@@ -4,6 +4,8 @@ import importlib.util
 
 import pytest
 
+from runner import command
+from runner.config.values import InvalidConfig
 from tests.support.command import results_in, run
 
 QUICK = ["phases=false", "baseline=none", "hardware=cpu", "timing.settle_ms=0", "-m"]
@@ -45,22 +47,12 @@ def test_the_tasks_of_one_submitit_job_are_one_world(tmp_path):
     assert (value["status"], value["experiment"]["world_size"]) == ("ok", 2), value["reason"]
 
 
-def test_a_launcher_that_is_not_installed_names_its_extra(monkeypatch):
-    from runner import launched
-    from runner.config.values import Refused
-
-    monkeypatch.setattr(launched, "_installed", lambda plugin: False)
-    with pytest.raises(Refused, match=r"hydra/launcher=ray: not installed; pip install -e '.\[ray\]'"):
-        launched.chosen(["hydra/launcher=ray"])
-    assert launched.chosen(["attention=ring"]) == launched.OURS
-
-
-def test_joblib_is_refused_where_runs_would_share_gpus(monkeypatch):
-    from runner import launched
-    from runner.config.values import Refused
-
-    monkeypatch.setattr(launched, "_installed", lambda plugin: True)
-    monkeypatch.setattr(launched.environment, "gpu_count", lambda: 2)
-    with pytest.raises(Refused, match="would share this machine's 2 GPUs; use hardware=cpu"):
-        launched.chosen(["hydra/launcher=joblib"])
-    assert launched.chosen(["hydra/launcher=joblib", "hardware=cpu"]) == "joblib"
+def test_what_cannot_start_runs_is_refused(monkeypatch):
+    monkeypatch.setattr(command.environment, "gpu_count", lambda: 2)
+    monkeypatch.setattr(command, "_installed", lambda plugin: False)
+    with pytest.raises(InvalidConfig, match=r"hydra/launcher=ray: not installed; pip install -e '.\[ray\]'"):
+        command.launcher(["hydra/launcher=ray"])
+    monkeypatch.setattr(command, "_installed", lambda plugin: True)
+    with pytest.raises(InvalidConfig, match="would share this machine's 2 GPUs; use hardware=cpu"):
+        command.launcher(["hydra/launcher=joblib"])
+    assert command.launcher(["hydra/launcher=joblib", "hardware=cpu"]) == "joblib"
