@@ -107,14 +107,14 @@ def _main() -> int:
     from runner import environment
     from runner.config import place
 
+    if CANONICAL in sys.argv and not {*COMPLETION} & {*sys.argv}:
+        from runner import canonical
+
+        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, *MULTIRUN)])
     flags, texts = split(sys.argv[1:])
     if "--version" in flags:
         print(f"attention-runner {environment.version('attention-runner') or 'is not installed'}")
         return 0
-    if CANONICAL in texts and not {*COMPLETION} & {*flags}:
-        from runner import canonical
-
-        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, *MULTIRUN)])
     found = place.from_environment()
     if found is not None and found.launcher == "torchrun":  # which puts this process into a session of its own
         from runner.launch import processes

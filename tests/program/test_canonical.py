@@ -39,7 +39,7 @@ def test_the_fastest_is_by_the_median_and_names_those_that_are_even():
 def test_a_budget_in_which_nothing_can_be_asked_is_refused(tmp_path, capsys, monkeypatch, budget):
     given = ["-m", program.CANONICAL, "--budget-s", budget, "--out", str(tmp_path / "new")]
     monkeypatch.setattr(sys, "argv", ["runner", *given])
-    assert program._program() == 2
+    assert program._main() == 2
     assert f"--budget-s {budget}: 6 questions need at least 161 s; give more, or some" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
