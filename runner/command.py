@@ -55,7 +55,7 @@ def command(arguments: Sequence[str], multirun: bool) -> Iterator[tuple[TaskFunc
             folder = folders.sweep_folder(arguments) or folders.create(Path(where, "multirun"), folders.now())
             with folders.locked(folder):
                 folders.record_seed(folder)
-                texts = [overrides.for_each_run(text) for text in arguments]
+                texts = overrides.for_each_run(arguments)
                 # a job elsewhere may have another working folder
                 yield execute if elsewhere else app.execute, [*texts, folders.SWEEP + folders.quoted(folder.absolute())]
                 if elsewhere:

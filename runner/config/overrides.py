@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache
 from importlib import resources
@@ -36,6 +36,13 @@ LEFT_OUT = {
 MOST_CHARACTERS = 10_000  # of an override
 MOST_VALUES = 1_024  # of an override: the time of Hydra's parser is quadratic in them
 MOST_RUNS = 10_000  # of a sweep
+
+
+OPEN = ("attention.", "mask.", "model.", "tracker.")  # options of a choice, which other choices of the group may lack
+
+
+class UnknownKey(InvalidConfig):
+    """A configuration lacks a key."""
 
 
 @cache
@@ -90,14 +97,23 @@ def check(arguments: Sequence[str], multirun: bool) -> DictConfig:
         if override.get_key_element() != key:
             raise InvalidConfig(f"{text}: every run has one {name}; write {key}=NAME")
         choices[name] = [f"{key}={one_of(name, value, groups()[name])}" for value in values(override)]
-    # options differ by variant and mask: a choice of a group with keys is composed
+    # options differ by variant and mask: each choice of a group with keys is composed, and one of them must have the key
     changed = {override.key_or_group.partition(".")[0] for override in keys}
     varied = [texts if name in changed else texts[:1] for name, texts in choices.items()]
+    lacking: dict[str, UnknownKey] = {}
+    had: set[str] = set()
     for i in reversed(range(max(map(len, varied), default=1))):
         cfg = copy.deepcopy(_composed(tuple(texts[min(i, len(texts) - 1)] for texts in varied))[0])
         for override in keys:
-            for value in reversed(values(override) if i == 0 else values(override)[:1]):
-                _set(cfg, override.key_or_group, value)
+            name = override.key_or_group
+            try:
+                for value in reversed(values(override) if i == 0 else values(override)[:1]):
+                    _set(cfg, name, value)
+                had.add(name)
+            except UnknownKey as error:
+                lacking[name] = error
+    for name in lacking.keys() - had:
+        raise lacking[name]
     return cfg
 
 
@@ -144,33 +160,61 @@ def is_sweep(arguments: Sequence[str]) -> bool:
     return any(text.startswith(of_sweeps) for text in arguments)
 
 
-def for_each_run(text: str) -> str:
-    """An override of a sweep as Hydra needs it. It applies a key of one value to the defaults, too, whose choice of a group may lack
-    the key. So an option of a group becomes a sweep of one value, which Hydra applies to each run alone."""
-    override = parse(text)
-    group, _, key = override.key_or_group.partition(".")
-    if not key or group not in groups() or override.is_sweep_override():
-        return text
-    if override.value() is None:  # which Hydra's choice() refuses
-        return f"++{text.lstrip('+')}"
-    return f"{override.key_or_group}=choice({override.get_value_element_as_str() or repr('')})"
+def for_each_run(arguments: Sequence[str]) -> list[str]:
+    """Overrides of a sweep as Hydra needs them. It applies a key of one value to the defaults, too, and refuses one that the choice of
+    its group lacks. So an option becomes a sweep that Hydra adds to each run; `applied` takes it from the runs that have no such
+    key."""
+    parsed = [parse(text) for text in arguments]
+    elements = {override.key_or_group: override.get_key_element() for override in _of_experiment(parsed)}
+    texts = []
+    for text, override in zip(arguments, parsed, strict=True):
+        name, value = override.key_or_group, text.partition("=")[2]
+        if "." in name and (name in elements or name.startswith(OPEN)):
+            if not override.is_sweep_override() and override.value() is not None:  # which Hydra's choice() refuses
+                value = f"choice({override.get_value_element_as_str() or repr('')})"
+            text = f"{elements.get(name, f'++{name}')}={value}"
+        texts.append(text)
+    return texts
+
+
+def applied(jobs: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The runs of a sweep, each by its overrides, without the keys that were added to all runs and that the choice of their group
+    lacks, such as attention.mixing of attention=dense. Of runs that thereby become equal, the first."""
+    return list(dict.fromkeys(tuple(_applied(job)) for job in jobs))
+
+
+def _applied(job: Sequence[str]) -> Iterator[str]:
+    for text in job:
+        name = text.removeprefix("++").partition("=")[0]
+        group, _, key = name.partition(".")
+        if not text.startswith("++") or not key or group not in groups():
+            yield text
+            continue
+        cfg = _composed(tuple(x for x in job if x.startswith(("+experiment=", f"{group}="))))[0]
+        if key in cfg[group]:
+            yield text.removeprefix("++")
+
+
+def _of_experiment(parsed: Sequence[Override]) -> list[Override]:
+    """The overrides that the chosen experiment sweeps over."""
+    chosen = [o.value() for o in parsed if o.key_or_group == "experiment" and not o.is_sweep_override()]
+    if not chosen:
+        return []
+    swept = _composed((f"+experiment={one_of('experiment', chosen[-1], groups()['experiment'])}",))[1]
+    return [parse(f"{key}={value}") for key, value in swept.items()]
 
 
 def _parsed(arguments: Sequence[str]) -> list[Override]:
-    """The overrides, first those that the chosen experiment sweeps over, without Hydra's own."""
+    """The overrides, first those of the experiment, without Hydra's own."""
     own = [override for override in map(parse, arguments) if not override.is_hydra_override()]
-    chosen = [o.value() for o in own if o.key_or_group == "experiment" and not o.is_sweep_override()]
-    if not chosen:
-        return own
-    swept = _composed((f"+experiment={one_of('experiment', chosen[-1], groups()['experiment'])}",))[1]
-    return [*(parse(f"{key}={value}") for key, value in swept.items()), *own]
+    return [*_of_experiment(own), *own]
 
 
 def jobs(arguments: Sequence[str]) -> list[tuple[str, ...]]:
     """The overrides of each run of a sweep, those of its experiment included, as Hydra's sweeper has them; of a key given twice
     the last ones hold."""
     by_key: dict[str, list[str]] = {}
-    for override in _parsed(arguments):
+    for override in _parsed(for_each_run(arguments)):
         key = override.get_key_element()
         if isinstance(override.value(), Glob):
             texts = values(override)
@@ -179,7 +223,7 @@ def jobs(arguments: Sequence[str]) -> list[tuple[str, ...]]:
         else:
             texts = [override.get_value_element_as_str()]
         by_key[key] = [f"{key}={text}" for text in texts]
-    return list(product(*by_key.values()))
+    return applied(product(*by_key.values()))
 
 
 def composed(job: Sequence[str]) -> DictConfig:
@@ -217,7 +261,7 @@ def _set(cfg: DictConfig, name: str, value: Any) -> None:
             )
         OmegaConf.update(cfg, name, value)
     except (ConfigAttributeError, ConfigKeyError) as error:
-        raise InvalidConfig(_unknown(max(name, error.full_key or "", key=len), cfg)) from None
+        raise UnknownKey(_unknown(max(name, error.full_key or "", key=len), cfg)) from None
     except OmegaConfBaseException as error:
         reason = shown(str(error).partition("\n")[0])
         raise InvalidConfig(f"{name}={shown(value)}: {reason}; leave it out for {name}={written(before)}") from None

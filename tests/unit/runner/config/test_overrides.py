@@ -25,9 +25,8 @@ BAD = [
     ("chekc.enabled=false", "chekc.enabled: not a key; did you mean check"),
     ("timing.timing_run=3", "timing has no such option; its options: timing.method, timing.warmup_runs"),
     ("attention=ring attention.heads_k_stride=1", "attention=ring has no such option; its options: attention.head_parts"),
-    ("attention=ring_allgather,ring attention.heads_k_stride=1", "attention=ring has no such option"),
-    ("+experiment=dilated_suite attention.mixing=longnet", "has no such option"),
-    ("mask=chunked,prefix_lm mask.chunk=4", "mask=prefix_lm has no such option"),
+    ("attention=ring_allgather,ring attention.mixing=longnet", "has no such option"),
+    ("mask=full,prefix_lm mask.chunk=4", "has no such option"),
     ("seq_len=1024,abc", "seq_len=abc: Value 'abc' of type 'str' could not be converted to Integer; leave it out for seq_len="),
     ("sinks=3", "sinks=3: must be true or false; leave it out for sinks=false"),
     ("launch=${oc.env:HOME}", "has keys of its own; give one of fresh, "),
@@ -77,14 +76,24 @@ def test_good_overrides_make_the_configuration_of_the_first_run(line):
     assert cfg == overrides.composed(overrides.jobs(line.split())[0])
 
 
+def test_an_option_of_some_variants_of_a_sweep_goes_to_those():
+    overrides.check(["attention=ring,ring_allgather", "attention.heads_k_stride=1"], True)
+    jobs = overrides.jobs(["attention=dense,dilated", "attention.mixing=head_groups,longnet"])
+    dilated = [("attention=dilated", f"attention.mixing={mixing}") for mixing in ("head_groups", "longnet")]
+    assert jobs == [("attention=dense",), *dilated]  # no run twice
+    (job,) = overrides.jobs(["+experiment=grouped", "attention.grouping=packed", "attention.n_groups=2"])[:1]
+    assert [text for text in job if "." in text] == ["attention.grouping=packed", "attention.n_groups=2"]
+
+
 def test_options_that_the_defaults_lack_are_set_in_each_run_of_a_sweep(tmp_path):
-    given = ["attention=dilated,ring_dilated", "mask=choice(chunked)", "mask.chunk=64", "attention.segments=[8,16]",
+    given = ["attention=dense,dilated,ring_dilated", "mask=choice(chunked)", "mask.chunk=64", "attention.segments=[8,16]",
              "attention.mixing=${mode}", "mode=a b", "attention.rates=null", "attention.weights="]  # fmt: skip
     with initialize_config_module("runner.conf", version_base="1.3"):
-        texts = [overrides.for_each_run(text) for text in [*given, f"hydra.sweep.dir={tmp_path}"]]
-        (jobs,) = GlobalHydra.instance().hydra.multirun(
+        texts = overrides.for_each_run([*given, f"hydra.sweep.dir={tmp_path}"])
+        ((dense, *jobs),) = GlobalHydra.instance().hydra.multirun(
             "config", lambda cfg, **_: (cfg.mask, cfg.attention), texts, with_log_configuration=False
         )
+    assert dense.return_value[1] == {"name": "dense"}
     for job, name in zip(jobs, ("dilated", "ring_dilated"), strict=True):
         mask, attention = job.return_value
         options = (mask.chunk, attention.segments, attention.mixing, attention.rates, attention.weights)
