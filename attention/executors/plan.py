@@ -52,7 +52,7 @@ class PlannedStep:
     most: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Plan:
     """rank: this rank's place in the schedule; within an all-to-all, `problem.ulysses` ranks share a place, and `head`
     is this rank's number among them. options: an instance of the class that the executor reads. parts: where the
@@ -66,13 +66,13 @@ class Plan:
     kv_heads: int
     scale: float
     packed: bool
-    deterministic: bool
-    want_lse: bool
-    sinks: bool  # whether calls have sinks
+    deterministic: bool = False
+    want_lse: bool = False
+    sinks: bool = False  # whether calls have sinks
     kernel: Kernel
     transport: Transport
     options: Any
-    steps: tuple[PlannedStep, ...]
+    steps: tuple[PlannedStep, ...] = ()
     parts: tuple[tuple[Any, Plan], ...] = ()
     lengths: KeyLengths = None
     graphs: bool = False  # calls are replayed from CUDA graphs

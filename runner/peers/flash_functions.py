@@ -6,10 +6,8 @@ takes a GPU some 30 µs for 64 MB."""
 
 from __future__ import annotations
 
-import inspect
 import sys
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from itertools import pairwise
 from types import ModuleType
@@ -28,24 +26,31 @@ _serving: list[Kernel] = []
 _lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def serve(kernel: Kernel) -> None:
-    """From now on `kernel` does the calls."""
-    _serving[:] = [kernel]
+def served(kernel: Kernel, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
+    """The out of a package's function, whose forward and backward call `kernel`: another call may select another one meanwhile."""
 
+    def select() -> None:
+        _serving[:] = [kernel]
 
-def serve_backward(out: Tensor, kernel: Kernel) -> Tensor:
-    """`out`, whose backward selects `kernel` again: another call may have selected another one meanwhile."""
+    select()
+    out = function(*arguments, **options)
     if out.requires_grad:
-        out.register_hook(lambda _: serve(kernel))
+        out.register_hook(lambda _: select())
     return out
 
 
 def lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The sequence lengths of cumulative ones; read from the device once per tensor."""
     if cu_seqlens not in _lengths:
-        cu = cu_seqlens.tolist()
-        _lengths[cu_seqlens] = tuple(b - a for a, b in pairwise(cu))
+        _lengths[cu_seqlens] = tuple(b - a for a, b in pairwise(cu_seqlens.tolist()))
     return _lengths[cu_seqlens]
+
+
+def _call(
+    scale: float, causal: bool, window: tuple[int, int], cu_q: Tensor | None, cu_k: Tensor | None, deterministic: bool
+) -> Call:
+    q_lengths, k_lengths = (None if cu is None else lengths(cu) for cu in (cu_q, cu_k))
+    return Call(scale, Band.of(causal, window), q_lengths, k_lengths, cu_q, cu_k, deterministic)
 
 
 def _forward(
@@ -53,8 +58,8 @@ def _forward(
     window_size_right: int = -1, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, Tensor, None, None]:  # fmt: skip
     """`_flash_attn_forward` and, with cu_seqlens, `_flash_attn_varlen_forward`."""
-    mask = Band.of(causal, (window_size_left, window_size_right))
-    call = Call(softmax_scale, mask, *_packed(cu_seqlens_q, cu_seqlens_k))
+    window = window_size_left, window_size_right
+    call = _call(softmax_scale, causal, window, cu_seqlens_q, cu_seqlens_k, False)
     return *_serving[0].forward(q, k, v, call), None, None
 
 
@@ -65,57 +70,38 @@ def _backward(
     cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, **others: Any,
 ) -> None:  # fmt: skip
     """`_flash_attn_backward`, whose order of arguments yunchang relies on, and `_flash_attn_varlen_backward`."""
-    mask = Band.of(causal, (window_size_left, window_size_right))
-    call = Call(softmax_scale, mask, *_packed(cu_seqlens_q, cu_seqlens_k), bool(deterministic))
+    window = window_size_left, window_size_right
+    call = _call(softmax_scale, causal, window, cu_seqlens_q, cu_seqlens_k, bool(deterministic))
     _serving[0].backward(dout, q, k, v, out, softmax_lse, call, into=(dq, dk, dv))
 
 
-def _packed(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Any, Any, Tensor | None, Tensor | None]:
-    """The fields of `Call` that describe a packed batch."""
-    q_lengths, k_lengths = (None if cu is None else lengths(cu) for cu in (cu_q, cu_k))
-    return q_lengths, k_lengths, cu_q, cu_k
-
-
 FUNCTIONS = {
-    "_flash_attn_forward": _forward,
-    "_flash_attn_backward": _backward,
-    "_flash_attn_varlen_forward": _forward,
-    "_flash_attn_varlen_backward": _backward,
+    f"_flash_attn_{prefix}{name}": function
+    for prefix in ("", "varlen_")
+    for name, function in (("forward", _forward), ("backward", _backward))
 }
 
 
 def instead_of_flash_attn(others: Mapping[str, Mapping[str, Any]] | None = None) -> AbstractContextManager[None]:
     """Within the context, importing `flash_attn` gives the functions above, and a module of `others` by its dotted name has the given
     contents. Afterwards sys.modules is as before: flash-attn-4 has the same package name."""
-    package = {"__version__": VERSION, "__path__": [], "flash_attn_func": _refuse}
+    # they import its public function, and call the others
+    package = {"__version__": VERSION, "__path__": [], "flash_attn_func": None}
     return stand_ins({"flash_attn": package, "flash_attn.flash_attn_interface": FUNCTIONS, **(others or {})})
-
-
-def _refuse(*_: Any, **__: Any) -> Any:
-    raise AssertionError("external packages call the low-level functions")
 
 
 def stand_ins(contents: Mapping[str, Mapping[str, Any]]) -> AbstractContextManager[None]:
     """Within the context, importing one of the dotted names gives a module with these contents."""
-    modules: dict[str, ModuleType | None] = {}
+    modules = {name: ModuleType(name) for name in contents}
     for name, names in contents.items():
-        modules[name] = module = ModuleType(name)
-        module.__dict__.update(names)
+        modules[name].__dict__.update(names)
     return replaced(sys.modules, modules)
 
 
-def let_gloo_send_to_itself(ring_comm: type) -> None:
+def let_gloo_send_to_itself(ring_comm: Any) -> None:
     """Patches `RingComm` of ring-flash-attn or yunchang. A rank alone in its ring sends gradients to itself, which NCCL
-    supports and gloo does not; over gloo they are copied. Without the attributes that this takes, a warning says that such a
-    rank waits forever."""
-    found: Any = ring_comm
-    source = inspect.getsource(found)
-    missing = [name for name in ("commit", "_process_group", "_ops", "_reqs", "world_size") if name not in source]
-    if missing:
-        instead = "over gloo a rank alone in its ring cannot send to itself"
-        warnings.warn(f"{ring_comm.__module__}.RingComm has no {missing[0]}: {instead}", stacklevel=2)
-        return
-    commit = found.commit
+    supports and gloo does not; over gloo they are copied."""
+    commit = ring_comm.commit
 
     def commit_or_copy(self: Any) -> None:
         if self.world_size > 1 or dist.get_backend(self._process_group) != "gloo":
@@ -125,4 +111,4 @@ def let_gloo_send_to_itself(ring_comm: type) -> None:
             receive.tensor.copy_(send.tensor)
         self._reqs = []
 
-    found.commit = commit_or_copy
+    ring_comm.commit = commit_or_copy

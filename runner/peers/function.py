@@ -17,7 +17,7 @@ from attention.call import CallSpec, Settings, call_spec, positive, signed
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.geometry.schedules import masks
-from attention.kernels import KERNELS, Kernel, Shape, name_of
+from attention.kernels import Kernel, Shape, name_of
 from attention.masks.band import Band
 from attention.masks.sequences import mask_of
 from attention.tensors import fit
@@ -52,9 +52,9 @@ class Peer(ContextParallel):
         """As `ContextParallel.plan`, without the steps of an exchange. Raises UnsupportedCall where the package cannot do the call on
         this machine."""
         spec = call_spec(self, q, k, v, **given)
-        if self.package.one_sequence and not spec.shape.packed and len(q) > 1:
+        if self.package.one_sequence and spec.batch > 1:
             raise UnsupportedCall(
-                f"batch={len(q)}: {self.package.name} takes a packed batch or a batch of 1; use batch=1 or seqlens"
+                f"batch={spec.batch}: {self.package.name} takes a packed batch or a batch of 1; use batch=1 or seqlens"
             )
         plan = self.plans.get(spec)
         if plan is None:
@@ -63,8 +63,9 @@ class Peer(ContextParallel):
         return plan
 
     def _planned(self, spec: CallSpec) -> Plan:
-        self._check(spec)
-        package, shape = self.package, spec.shape
+        package, shape, settings = self.package, spec.shape, self.settings
+        if reason := _refusal(package, spec, settings):
+            raise UnsupportedCall(reason)
         mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
         problem = package.problem(spec.cu_seqlens, self.world, mask, self.options)
         self.options.check(shape.heads, shape.kv_heads, self.world)
@@ -81,38 +82,11 @@ class Peer(ContextParallel):
             kv_heads=shape.kv_heads,
             scale=spec.scale,
             packed=shape.packed,
-            deterministic=self.settings.deterministic,
-            want_lse=False,
-            sinks=False,
-            kernel=_kernel(package, self.settings.kernel, shape, masks(problem)),
+            deterministic=settings.deterministic,
+            kernel=_kernel(package, settings.kernel, shape, masks(problem)),
             transport=self.transport(spec.device),
             options=self.options,
-            steps=(),
         )
-
-    def _check(self, spec: CallSpec) -> None:
-        package, shape, transport = self.package, spec.shape, self.settings.transport
-        name, dtype = package.name, name_of(shape.dtype)
-        refusals = {
-            f"{name}: works over a process group; call torch.distributed.init_process_group first": not (
-                package.layout.replicated or dist.is_initialized()
-            ),
-            f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto": transport
-            not in ("auto", "gloo", "nccl"),
-            f"dtype={dtype}: {name} is for bf16 and fp16 only; use dtype=bf16": package.half
-            and dtype not in ("bf16", "fp16"),
-            f"return_lse=True: {name} gives no LSE here; use return_lse=False": spec.return_lse,
-            f"sinks: {name} has none here; our own variants take sinks": spec.sinks,
-            f"softcap: {name} has none here; our own variants take softcap": shape.softcap,
-            f"v_head_dim={shape.v_head_dim}: {name} needs head_dim={shape.head_dim} here; our own variants take any": (
-                shape.v_head_dim != shape.head_dim
-            ),
-            f"padding={spec.padding}: {name} has none here; our own variants take padding": spec.padding,
-            f"replay=graphs: {name} brings its own exchange": self.settings.replay == "graphs",
-        }
-        for reason in (package.missing(shape.device), *(text for text, refused in refusals.items() if refused)):
-            if reason:
-                raise UnsupportedCall(reason)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
         """This rank's out, like q."""
@@ -127,12 +101,34 @@ class Peer(ContextParallel):
         return super().transport(device)
 
 
+def _refusal(package: Package[Any], spec: CallSpec, settings: Settings) -> str | None:
+    """Why the package can't do such a call here, or None."""
+    name, shape, transport, dtype = package.name, spec.shape, settings.transport, name_of(spec.shape.dtype)
+    lacking = {
+        "sinks": spec.sinks,
+        "softcap": shape.softcap,
+        f"padding={spec.padding}": spec.padding,
+        f"v_head_dim={shape.v_head_dim}": shape.v_head_dim != shape.head_dim,
+    }
+    refusals = {
+        f"{name}: works over a process group; call torch.distributed.init_process_group first": not (
+            package.layout.replicated or dist.is_initialized()
+        ),
+        f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto": transport
+        not in ("auto", "gloo", "nccl"),
+        f"dtype={dtype}: {name} is for bf16 and fp16 only; use dtype=bf16": package.half
+        and dtype not in ("bf16", "fp16"),
+        f"return_lse=True: {name} gives no LSE here; use return_lse=False": spec.return_lse,
+        f"replay=graphs: {name} brings its own exchange": settings.replay == "graphs",
+    } | {f"{x}: {name} has none here; our own variants take {x.split('=')[0]}": asked for x, asked in lacking.items()}
+    return package.missing(shape.device) or next((text for text, refused in refusals.items() if refused), None)
+
+
 def _kernel(package: Package[Any], wanted: str, shape: Shape, masks: tuple[Band, ...]) -> Kernel:
     """The local kernel under the package; for `auto` the one that its users have. Raises UnsupportedCall."""
     name, usual = package.name, package.kernels
     if wanted == "auto":
-        fitting = (k for k in usual if not any(kernels.refusal(KERNELS[k], shape, mask) for mask in masks))
-        wanted = next(fitting, usual[0])
+        wanted = next((x for x in usual if not kernels.why_not(x, shape, masks)), usual[0])
     elif package.own_kernel:
         raise UnsupportedCall(f"kernel={wanted}: {name} brings its own kernel; use kernel=auto")
     elif package.only and wanted not in usual:

@@ -8,22 +8,19 @@ unknown."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
-from attention.geometry.layouts import CONTIGUOUS, REPLICATED, CuSeqlens
+from attention.geometry.layouts import CONTIGUOUS, REPLICATED, Layout
 from attention.geometry.options import Options, check_sharing, check_stride, one_of, ulysses_group
-from attention.geometry.schedules import GATHER, LOCAL, RING, Problem
-from attention.masks.band import Band
-from attention.masks.mask import Mask
+from attention.geometry.schedules import GATHER, LOCAL, RING, Problem, Schedule
 from attention.variants import stripe, zigzag
 from attention.variants.base import Chosen, Variant
 from attention.variants.dilated import Dilated, Mixture, PairOptions
 from attention.variants.llama3 import PACKED
 
-EXTRA = "pip install '.[peers]'"
+FLASH = ("flash2", "sdpa_flash", "math")
 SDPA = ("sdpa_cudnn", "sdpa_flash")  # not sdpa_efficient: no GQA, and its dq was wrong over two GPUs (torch 2.11)
 
 
@@ -34,11 +31,14 @@ class Package(Variant[Chosen]):
 
     executor: Any = "external"  # none of ours
     use: str = "a comparison with our variants"
+    layout: Layout = zigzag.ZIGZAG
+    schedule: Schedule = RING
+    options: Any = Options
     windows: bool = False
     packs: bool = False
     adapter: str
     function: str | None = None  # the package's, where an adapter has several
-    kernels: tuple[str, ...]
+    kernels: tuple[str, ...] = FLASH
     needs: tuple[str, ...] = ()  # the packages to import
     install: str | None = None  # how to get it
     only: bool = False
@@ -106,63 +106,39 @@ class _Dilated(Dilated, Package[PairOptions]):
             f"by kernel {kernel}"
         )
 
-    def problem(
-        self,
-        cu_seqlens: CuSeqlens,
-        world: int,
-        mask: Band | Mask,
-        options: PairOptions | Mapping[str, Any] | None = None,
-        q_tokens: int | None = None,
-    ) -> Problem:
-        found = super().problem(cu_seqlens, world, mask, options)
-        tokens, segments = cu_seqlens[-1], [segment for segment, _ in _mixture(found).pairs]
-        if any(tokens % segment for segment in segments):
-            shorter = tokens // (unit := lcm(*(x for x in segments if x < tokens))) * unit
-            raise ValueError(
-                f"seq_len={tokens}: {self.name} needs a multiple of its segments {segments}; "
-                f"{shorter or unit} would work, or dilated"
-            )
-        return found
-
     def refuses(self, problem: Problem, heads: int, kv_heads: int, scaled: bool, backward: bool) -> str | None:
-        pairs = _mixture(problem).pairs
-        n = len(pairs)
-        if kv_heads != heads:
-            return (
-                f"heads={heads}, kv_heads={kv_heads}: {self.name} picks KV heads by the number of the query head; use "
-                f"kv_heads={heads}, or dilated"
-            )
-        if heads % n:
-            return (
-                f"heads={heads}: {self.name} gives {n} segment lengths groups of heads that overlap and leave the last heads "
-                f"out; use {-(-heads // n) * n} heads, or dilated"
-            )
-        if scaled:
-            return f"scale: {self.name} ignores it; leave the scale out, or use dilated"
-        if backward and n == 1 and pairs[0][1] == 1:
-            return f"segments: with one pair of rate 1, {self.name} has no backward; use several pairs, or dilated"
-        return None
+        assert isinstance(problem.schedule, Mixture)
+        pairs, tokens = problem.schedule.pairs, problem.cu_seqlens[-1]
+        n, segments = len(pairs), [segment for segment, _ in pairs]
+        whole = tokens // (unit := lcm(*(x for x in segments if x < tokens))) * unit
+        refusals = {
+            f"seq_len={tokens}: {self.name} needs a multiple of its segments {segments}; {whole or unit} would work": any(
+                tokens % segment for segment in segments
+            ),
+            f"heads={heads}, kv_heads={kv_heads}: {self.name} picks KV heads by the number of the query head; use "
+            f"kv_heads={heads}": kv_heads != heads,
+            f"heads={heads}: {self.name} gives {n} segment lengths groups of heads that overlap and leave the last heads "
+            f"out; use {-(-heads // n) * n} heads": heads % n,
+            f"scale: {self.name} ignores it; leave the scale out": scaled,
+            f"segments: with one pair of rate 1, {self.name} has no backward; use several pairs": (
+                backward and n == 1 and pairs[0][1] == 1
+            ),
+        }
+        return next((f"{reason}, or dilated" for reason, refused in refusals.items() if refused), None)
 
 
-def _mixture(problem: Problem) -> Mixture:
-    assert isinstance(problem.schedule, Mixture)
-    return problem.schedule
+def _ring_flash_attn(name: str, summary: str, **about: Any) -> Package[Any]:
+    return Package(
+        name=name,
+        summary=f"ring-flash-attn's {summary}",
+        source="ring-flash-attn 0.1.8 (Zhu, 2024)",
+        adapter="ring_flash_attention",
+        needs=("ring_flash_attn",),
+        install="pip install '.[peers]', or pip install --no-deps ring-flash-attn==0.1.8",
+        **{"half": True} | about,
+    )
 
 
-_RFA = Package(
-    name="rfa_ring",
-    function="ring_flash_attn_func",
-    summary="ring-flash-attn's ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
-    source="ring-flash-attn 0.1.8 (Zhu, 2024)",
-    layout=CONTIGUOUS,
-    schedule=RING,
-    options=Options,
-    adapter="ring_flash_attention",
-    kernels=("flash2", "sdpa_flash", "math"),
-    needs=("ring_flash_attn",),
-    install=f"{EXTRA}, or pip install --no-deps ring-flash-attn==0.1.8",
-    half=True,
-)
 PEERS: dict[str, Package[Any]] = {
     package.name: package
     for package in (
@@ -170,39 +146,30 @@ PEERS: dict[str, Package[Any]] = {
             name="torch_cp",
             summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
             source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
-            layout=zigzag.ZIGZAG,
-            schedule=RING,
             options=TorchOptions,
             adapter="torch_cp",
             kernels=SDPA,
             only=True,
             cuda=True,
         ),
-        _RFA,
-        replace(
-            _RFA,
-            name="rfa_zigzag",
-            function="zigzag_ring_flash_attn_func",
-            summary="ring-flash-attn's zigzag ring",
-            layout=zigzag.ZIGZAG,
-            schedule=RING,
-            causal_only=True,
+        _ring_flash_attn(
+            "rfa_ring",
+            "ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
+            function="ring_flash_attn_func",
+            layout=CONTIGUOUS,
         ),
-        replace(
-            _RFA,
-            name="rfa_stripe",
+        _ring_flash_attn("rfa_zigzag", "zigzag ring", function="zigzag_ring_flash_attn_func", causal_only=True),
+        _ring_flash_attn(
+            "rfa_stripe",
+            "striped ring",
             function="stripe_flash_attn_func",
-            summary="ring-flash-attn's striped ring",
             layout=stripe.STRIPE,
-            schedule=RING,
             causal_only=True,
         ),
-        replace(
-            _RFA,
-            name="rfa_llama3",
+        _ring_flash_attn(
+            "rfa_llama3",
+            "llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a batch of 1",
             function="llama3_flash_attn_varlen_func",
-            summary="ring-flash-attn's llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a "
-            "batch of 1",
             layout=PACKED,
             schedule=GATHER,
             options=RfaLlama3Options,
@@ -214,22 +181,17 @@ PEERS: dict[str, Package[Any]] = {
             name="usp_yunchang",
             summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
             source="yunchang 0.6.4 (Fang and Zhao, 2024)",
-            layout=zigzag.ZIGZAG,
-            schedule=RING,
             options=YunchangOptions,
             causal_only=True,
             adapter="yunchang_usp",
-            kernels=("flash2", "sdpa_flash", "math"),
             needs=("yunchang",),
-            install=f"{EXTRA}, or pip install --no-deps yunchang==0.6.4",
+            install="pip install '.[peers]', or pip install --no-deps yunchang==0.6.4",
             half=True,
         ),
         Package(
             name="transformer_engine",
             summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
             source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
-            layout=zigzag.ZIGZAG,
-            schedule=RING,
             options=TransformerEngineOptions,
             adapter="transformer_engine_cp",
             kernels=SDPA,
@@ -248,7 +210,7 @@ PEERS: dict[str, Package[Any]] = {
             options=PairOptions,
             mixes=True,
             adapter="dilated",
-            kernels=("xformers", "flash2", "sdpa_flash", "math"),
+            kernels=("xformers", *FLASH),
             needs=("dilated_attention_pytorch", "einops"),
             install="pip install einops, and pip install --no-deps dilated-attention-pytorch==0.2.0",
         ),

@@ -14,13 +14,7 @@ from torch import Tensor
 from attention.executors.plan import Plan
 from attention.geometry.layouts import CuSeqlens
 from attention.gpu.uploads import uploaded
-from runner.peers.flash_functions import (
-    instead_of_flash_attn,
-    lengths,
-    let_gloo_send_to_itself,
-    serve,
-    serve_backward,
-)
+from runner.peers.flash_functions import instead_of_flash_attn, lengths, let_gloo_send_to_itself, served
 from runner.peers.packages import Package
 
 
@@ -39,38 +33,28 @@ def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: 
     """(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, needed slice of the keys). Cached: its users compute
     them once per batch, before the layers."""
     cu = uploaded(np.array(cu_seqlens, np.int32), device)
-    found = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
-    for x in found[:2]:
-        lengths(x)
-    return found
+    slices = _package().llama3_flash_attn_prepare_cu_seqlens(cu, causal, rank, world)
+    for lengths_of in slices[:2]:
+        lengths(lengths_of)
+    return slices
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's out, like q. q `[B, s, H, D]`; for llama3 `[t, H, D]`, or a batch of 1, which is one sequence."""
-    package = _package()
-    serve(plan.kernel)
-    common = {
+    problem, variant, qkv = plan.problem, plan.variant, (q, k, v)
+    assert isinstance(variant, Package) and variant.function
+    options: dict[str, Any] = {
         "softmax_scale": plan.scale,
-        "causal": plan.problem.band.causal,
+        "causal": problem.band.causal,
         "deterministic": plan.deterministic,
         "group": group,
     }
-    assert isinstance(plan.variant, Package) and plan.variant.function
-    function = getattr(package, plan.variant.function)
-    if not plan.variant.one_sequence:
-        return serve_backward(function(q, k, v, **common), plan.kernel)
-    problem = plan.problem
-    cu_q, cu_k, max_q, max_k, needed = _slices(
-        problem.cu_seqlens, problem.band.causal, plan.rank, problem.world, q.device
-    )
-    out = function(
-        *(x if plan.packed else x.squeeze(0) for x in (q, k, v)),
-        cu_q,
-        cu_k,
-        max_q,
-        max_k,
-        heads_k_stride=plan.options.heads_k_stride or plan.kv_heads,
-        local_k_slice=needed,
-        **common,
-    )
-    return serve_backward(out if plan.packed else out.unsqueeze(0), plan.kernel)
+    slices: tuple[Any, ...] = ()
+    if variant.one_sequence:
+        *slices, options["local_k_slice"] = _slices(
+            problem.cu_seqlens, problem.band.causal, plan.rank, problem.world, q.device
+        )
+        options["heads_k_stride"] = plan.options.heads_k_stride or plan.kv_heads
+        qkv = tuple(x if plan.packed else x.squeeze(0) for x in qkv)
+    out = served(plan.kernel, getattr(_package(), variant.function), *qkv, *slices, **options)
+    return out.view_as(q)

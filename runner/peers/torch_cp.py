@@ -49,17 +49,12 @@ def _opened(group: dist.ProcessGroup, device: torch.device) -> Callable[..., Ten
     return _attention[group, device.type]
 
 
-def torch_cp_load_balance(balanced: bool) -> None:
-    """Whether PyTorch's ring attention expects zigzag shards: an option of the process."""
+def _choose(causal: bool, rotate: str) -> None:
+    """Sets the options, which are of the process, before every forward and every backward."""
     options = torch_cp()._cp_options
     if not isinstance(getattr(options, "enable_load_balance", None), bool):
         raise RuntimeError("_attention._cp_options has no enable_load_balance: use another variant than torch_cp")
-    options.enable_load_balance = balanced
-
-
-def _choose(causal: bool, rotate: str) -> None:
-    """Sets the options, which are global, before every forward and every backward."""
-    torch_cp_load_balance(causal)  # zigzag shards, for a causal mask only
+    options.enable_load_balance = causal  # whether it expects zigzag shards
     torch_cp().set_rotate_method(rotate)
 
 
@@ -69,12 +64,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
     attention = _opened(group or default_group(), q.device)
     _choose(causal, rotate)
     with sdpa_kernel(BACKENDS[plan.kernel.name]):
-        out = attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            is_causal=causal,
-            scale=plan.scale,
-            enable_gqa=plan.heads != plan.kv_heads,
-        )
+        options = {"is_causal": causal, "scale": plan.scale, "enable_gqa": plan.heads != plan.kv_heads}
+        out = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
     if out.requires_grad:
         out.register_hook(lambda _: _choose(causal, rotate))
     return out.transpose(1, 2)

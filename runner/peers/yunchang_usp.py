@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
-from runner.peers.flash_functions import instead_of_flash_attn, let_gloo_send_to_itself, serve, serve_backward
+from runner.peers.flash_functions import instead_of_flash_attn, let_gloo_send_to_itself, served
 
 
 @cache
@@ -34,6 +34,5 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
     if group is not None and dist.get_world_size(group) != dist.get_world_size():
         raise UnsupportedCall("group: yunchang builds its groups from all ranks; use the default group")
     module = _module(plan.problem.ulysses, plan.problem.ranks)
-    serve(plan.kernel)
-    out = module(q, k, v, softmax_scale=plan.scale, causal=True, deterministic=plan.deterministic)
-    return serve_backward(out, plan.kernel)
+    options = {"softmax_scale": plan.scale, "causal": True, "deterministic": plan.deterministic}
+    return served(plan.kernel, module, q, k, v, **options)
