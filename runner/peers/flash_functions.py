@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from attention.gpu.private import replaced
 from attention.kernels import Call, Kernel
@@ -23,7 +23,6 @@ from attention.masks.band import Band
 
 VERSION = "2.8.3"
 _serving: list[Kernel] = []
-_lengths: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def served(kernel: Kernel, function: Callable[..., Tensor], *arguments: Any, **options: Any) -> Tensor:
@@ -39,11 +38,10 @@ def served(kernel: Kernel, function: Callable[..., Tensor], *arguments: Any, **o
     return out
 
 
+@lru_cache(maxsize=128)
 def lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The sequence lengths of cumulative ones; read from the device once per tensor."""
-    if cu_seqlens not in _lengths:
-        _lengths[cu_seqlens] = tuple(b - a for a, b in pairwise(cu_seqlens.tolist()))
-    return _lengths[cu_seqlens]
+    return tuple(b - a for a, b in pairwise(cu_seqlens.tolist()))
 
 
 def _call(
@@ -86,7 +84,7 @@ def instead_of_flash_attn(others: Mapping[str, Mapping[str, Any]] | None = None)
     """Within the context, importing `flash_attn` gives the functions above, and a module of `others` by its dotted name has the given
     contents. Afterwards sys.modules is as before: flash-attn-4 has the same package name."""
     # they import its public function, and call the others
-    package = {"__version__": VERSION, "__path__": [], "flash_attn_func": None}
+    package: dict[str, Any] = {"__version__": VERSION, "__path__": [], "flash_attn_func": None}
     return stand_ins({"flash_attn": package, "flash_attn.flash_attn_interface": FUNCTIONS, **(others or {})})
 
 

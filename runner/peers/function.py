@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attention import kernels
 from attention.api import ContextParallel
-from attention.call import CallSpec, Settings, call_spec, positive, signed
+from attention.call import CallSpec, Settings, call_spec, signed
 from attention.errors import UnsupportedCall
 from attention.executors.plan import Plan
 from attention.geometry.schedules import masks
@@ -69,9 +69,6 @@ class Peer(ContextParallel):
         mask = mask_of(Band.of(spec.causal, spec.window), spec.cu_seqlens, spec.mask)
         problem = package.problem(spec.cu_seqlens, self.world, mask, self.options)
         self.options.check(shape.heads, shape.kv_heads, self.world)
-        scaled = spec.scale != positive(None, shape.head_dim)
-        if reason := package.refuses(problem, shape.heads, shape.kv_heads, scaled, shape.backward):
-            raise UnsupportedCall(reason)
         place, head = divmod(self.rank, problem.ulysses)
         return Plan(
             variant=package,
@@ -111,9 +108,7 @@ def _refusal(package: Package[Any], spec: CallSpec, settings: Settings) -> str |
         f"v_head_dim={shape.v_head_dim}": shape.v_head_dim != shape.head_dim,
     }
     refusals = {
-        f"{name}: works over a process group; call torch.distributed.init_process_group first": not (
-            package.layout.replicated or dist.is_initialized()
-        ),
+        f"{name}: works over a process group; call torch.distributed.init_process_group first": not dist.is_initialized(),
         f"transport={transport}: {name} sends by torch.distributed itself; use transport=auto": transport
         not in ("auto", "gloo", "nccl"),
         f"dtype={dtype}: {name} is for bf16 and fp16 only; use dtype=bf16": package.half

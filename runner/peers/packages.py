@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
-from math import lcm
 from typing import Any
 
-from attention.geometry.layouts import CONTIGUOUS, REPLICATED, Layout
+from attention.geometry.layouts import CONTIGUOUS, Layout
 from attention.geometry.options import Options, check_sharing, check_stride, one_of, ulysses_group
-from attention.geometry.schedules import GATHER, LOCAL, RING, Problem, Schedule
+from attention.geometry.schedules import GATHER, RING, Schedule
 from attention.variants import stripe, zigzag
 from attention.variants.base import Chosen, Variant
-from attention.variants.dilated import Dilated, Mixture, PairOptions
 from attention.variants.llama3 import PACKED
 
 FLASH = ("flash2", "sdpa_flash", "math")
@@ -56,11 +54,6 @@ class Package(Variant[Chosen]):
             return f"{self.name} needs CUDA GPUs: {self.source} has no CPU path"
         return None
 
-    def refuses(self, problem: Problem, heads: int, kv_heads: int, scaled: bool, backward: bool) -> str | None:
-        """Why the package's result is not right for a call, as `value: rule`, or None. scaled: the call has a scale other than
-        D^-0.5."""
-        return None
-
     def served(self, kernel: str) -> str:
         """What computed and what moved the data, for the result's reader."""
         if self.only or self.own_kernel:
@@ -97,34 +90,6 @@ class YunchangOptions(Options):
 
     def sharing(self, world: int) -> int:
         return ulysses_group(self.ulysses_size, world)
-
-
-class _Dilated(Dilated, Package[PairOptions]):
-    def served(self, kernel: str) -> str:
-        return (
-            "dilated-attention-pytorch 0.2.0 without its division by sums over tokens; the xformers function it calls is served "
-            f"by kernel {kernel}"
-        )
-
-    def refuses(self, problem: Problem, heads: int, kv_heads: int, scaled: bool, backward: bool) -> str | None:
-        assert isinstance(problem.schedule, Mixture)
-        pairs, tokens = problem.schedule.pairs, problem.cu_seqlens[-1]
-        n, segments = len(pairs), [segment for segment, _ in pairs]
-        whole = tokens // (unit := lcm(*(x for x in segments if x < tokens))) * unit
-        refusals = {
-            f"seq_len={tokens}: {self.name} needs a multiple of its segments {segments}; {whole or unit} would work": any(
-                tokens % segment for segment in segments
-            ),
-            f"heads={heads}, kv_heads={kv_heads}: {self.name} picks KV heads by the number of the query head; use "
-            f"kv_heads={heads}": kv_heads != heads,
-            f"heads={heads}: {self.name} gives {n} segment lengths groups of heads that overlap and leave the last heads "
-            f"out; use {-(-heads // n) * n} heads": heads % n,
-            f"scale: {self.name} ignores it; leave the scale out": scaled,
-            f"segments: with one pair of rate 1, {self.name} has no backward; use several pairs": (
-                backward and n == 1 and pairs[0][1] == 1
-            ),
-        }
-        return next((f"{reason}, or dilated" for reason, refused in refusals.items() if refused), None)
 
 
 def _ring_flash_attn(name: str, summary: str, **about: Any) -> Package[Any]:
@@ -199,20 +164,6 @@ PEERS: dict[str, Package[Any]] = {
             install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
             own_kernel=True,
             cuda=True,
-        ),
-        _Dilated(
-            name="external_dilated",
-            summary="dilated-attention-pytorch's DilatedAttention without its division by sums over tokens: dilated with head groups",
-            source="dilated-attention-pytorch 0.2.0 (Odom, 2023), after LongNet (Ding et al., 2023)",
-            use="a comparison with dilated",
-            layout=REPLICATED,
-            schedule=LOCAL,
-            options=PairOptions,
-            mixes=True,
-            adapter="dilated",
-            kernels=("xformers", *FLASH),
-            needs=("dilated_attention_pytorch", "einops"),
-            install="pip install einops, and pip install --no-deps dilated-attention-pytorch==0.2.0",
         ),
     )
 }

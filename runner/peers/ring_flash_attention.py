@@ -41,7 +41,7 @@ def _slices(cu_seqlens: CuSeqlens, causal: bool, rank: int, world: int, device: 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup | None) -> Tensor:
     """This rank's out, like q. q `[B, s, H, D]`; for llama3 `[t, H, D]`, or a batch of 1, which is one sequence."""
-    problem, variant, qkv = plan.problem, plan.variant, (q, k, v)
+    problem, variant = plan.problem, plan.variant
     assert isinstance(variant, Package) and variant.function
     options: dict[str, Any] = {
         "softmax_scale": plan.scale,
@@ -49,12 +49,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
         "deterministic": plan.deterministic,
         "group": group,
     }
-    slices: tuple[Any, ...] = ()
+    tensors = [q, k, v]
     if variant.one_sequence:
         *slices, options["local_k_slice"] = _slices(
             problem.cu_seqlens, problem.band.causal, plan.rank, problem.world, q.device
         )
         options["heads_k_stride"] = plan.options.heads_k_stride or plan.kv_heads
-        qkv = tuple(x if plan.packed else x.squeeze(0) for x in qkv)
-    out = served(plan.kernel, getattr(_package(), variant.function), *qkv, *slices, **options)
+        tensors = [*(x if plan.packed else x.squeeze(0) for x in tensors), *slices]
+    out = served(plan.kernel, getattr(_package(), variant.function), *tensors, **options)
     return out.view_as(q)

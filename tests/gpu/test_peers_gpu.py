@@ -7,8 +7,7 @@ from attention.kernels import KERNELS
 from runner.environment import gpu_count
 from runner.launch.files import WorldSpec
 from runner.peers import PEERS
-from tests.jobs import dilated, peers
-from tests.support.composing import resolved
+from tests.jobs import peers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA GPUs")]
 WORLDS = sorted({1, gpu_count() or 1})
@@ -81,13 +80,3 @@ def test_transformer_engine(in_world, comm, world):
     able("transformer_engine")
     cases = [base(world, local="sdpa_cudnn"), base(world, kv_heads=16, local="sdpa_cudnn")]
     near(in_world(peers.compare, world, name="transformer_engine", options={"cp_comm_type": comm}, cases=cases, dtype="bf16"))  # fmt: skip
-
-
-@pytest.mark.parametrize("kernel", ("auto", *SAME_KERNELS))
-def test_dilated_attention_pytorch_over_each_local_kernel(in_world, kernel):
-    able("external_dilated", kernel)
-    size = ["config=tiny", "batch=2", "seq_len=1024", "heads=8", "kv_heads=8", "head_dim=128", "world_size=1"]
-    pairs = ["attention.segments=[256,512]", "attention.rates=[1,2]"]
-    spec = resolved("attention=external_dilated", f"kernel={kernel}", *size, *pairs, "hardware=cuda", gpus=1)
-    ((passed, ratio),) = in_world(dilated.checked, 1, experiment=spec.plain(), wrong=[])
-    assert passed and ratio < 2

@@ -131,38 +131,35 @@ def lengths_read(me: Rank) -> int:
     packs = [0, 3 * me.world, 8 * me.world]
     shards = [fn.shard(torch.randn(packs[-1], 4, 16), packs).requires_grad_() for _ in range(3)]
     fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
-    read: list[torch.Tensor] = []
-
-    class Watched(type(flash_functions._lengths)):  # type: ignore[misc]
-        def __setitem__(self, key: torch.Tensor, value: Any) -> None:
-            read.append(key)
-            super().__setitem__(key, value)
-
-    known, flash_functions._lengths = flash_functions._lengths, Watched(flash_functions._lengths)
-    read.clear()
+    before = flash_functions.lengths.cache_info().misses
     fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
-    flash_functions._lengths = known
-    return len(read)
+    return flash_functions.lengths.cache_info().misses - before
 
 
 def refused(me: Rank) -> dict[str, str]:
-    """The messages of the adapters for calls that they cannot do."""
+    """The messages for calls that packages cannot do, as if they were installed."""
 
-    def text(name: str = "rfa_zigzag", dtype: Any = torch.bfloat16, batch: int = 1, transport: str = "auto", **how: Any) -> str:  # fmt: skip
-        lead = (8,) if "cu_seqlens" in how else (batch, 8)
-        x = torch.zeros(*lead, 4, 16, dtype=dtype)
+    def text(
+        name: str = "rfa_zigzag", dtype: Any = torch.bfloat16, batch: int = 1, how: Any = None, **call: Any
+    ) -> str:
+        lead = (8,) if "cu_seqlens" in call else (batch, 8)
+        x, package = torch.zeros(*lead, 4, 16, dtype=dtype), PEERS[name]
+        PEERS[name] = replace(package, needs=(), cuda=False)
         try:
-            function.make(name, transport=transport)(x, x, x, **{"causal": True, **how})
+            function.make(name, **(how or {}))(x, x, x, **{"causal": True, **call})
         except ValueError as error:
             return str(error)
+        finally:
+            PEERS[name] = package
         return "nothing"
 
     return {
         "fp32": text(dtype=torch.float32),
         "batch": text("rfa_llama3", batch=2),
         "lse": text(return_lse=True),
-        "transport": text(transport="symm"),
+        "softcap": text(softcap=2.0),
+        "padding": text(padding=3),
+        "transport": text(how={"transport": "symm"}),
+        "kernel": text("torch_cp", how={"kernel": "math"}),
         "pack": text(cu_seqlens=[0, 4, 8]),
-        "not causal": text(causal=False),
-        "window": text(window=(4, 0)),
     }
