@@ -1,5 +1,5 @@
 """`python -m runner.catalog [attention|mask|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
-groups, or of all: what each is, whether it works on this machine, and if not, why.
+groups, or of all: what each is, whether it works on this machine, and if not, why. `python -m runner.catalog key`: every other key.
 
 `python -m runner.catalog support`: what every variant and every kernel does under every mask: honoured, or refused and why.
 
@@ -7,6 +7,8 @@ groups, or of all: what each is, whether it works on this machine, and if not, w
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +26,7 @@ from attention.geometry import counts
 from attention.variants.base import Variant
 from attention.variants.registry import AUTO, SHORTLIST, SUMMARY
 from runner import environment
-from runner.config import overrides, resolve
+from runner.config import overrides, resolve, schema
 from runner.config.experiment import Experiment
 from runner.config.masks import NONE, named
 from runner.config.rules.workload import attention_call
@@ -133,7 +135,8 @@ def with_variant(composed: DictConfig, name: str, options: Any) -> DictConfig:
 
 
 def _cost_cells(spec: Experiment, v: Variant[Any]) -> list[str]:
-    work, shapes, options = spec.workload, spec.workload.shapes, spec.call_options
+    work, shapes = spec.workload, spec.workload.shapes
+    options = v.parse({}) if isinstance(v, Package) else spec.call_options  # a package's are tried when it runs
     problem = v.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
     places = counts.sampled_places(problem)
     most = max(counts.place_flops(problem, shapes, place) for place in places)
@@ -208,6 +211,21 @@ def _pairs(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
+def key() -> Iterator[Cells]:
+    """Every key of a run that is no group's name, with its default and its comment in the schema."""
+    prefix = ""
+    for line in inspect.getsource(schema).splitlines():
+        if line.startswith("class "):
+            prefix = {"TimingConf": "timing.", "Check": "check.", "Launch": "launch.", "RunConf": ""}.get(
+                line[6:-1], "-"
+            )
+        if prefix != "-" and (parts := re.match(r"    (\w+): [^=]+ = (.+?)(?:  # (.*))?$", line)):
+            name, default, comment = parts.groups()
+            default = default.removeprefix("field(default_factory=lambda: ").rstrip(")").strip('"')
+            if name not in overrides.groups() and default != "MISSING":
+                yield f"{prefix}{name}", {"None": "null"}.get(default, default.lower()), escape(comment or "")
+
+
 def group(name: str) -> Iterator[Cells]:
     """The choices of a group by their YAML files: comments and values."""
     for choice, comment, values in _files(name):
@@ -271,6 +289,7 @@ LISTS = {
     "config": Choices("Workloads: config=NAME", WORKLOADS, config),
     "kernel": Choices("Kernels on this machine: kernel=NAME", HERE, kernel),
     "transport": Choices("Transports on this machine: transport=NAME", HERE, transport),
+    "key": Choices("Keys: KEY=VALUE", ("key", "default", "what it is"), key),
     **{name: _group(name) for name in ("timing", "dtype", "hardware", "experiment")},
 }
 

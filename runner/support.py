@@ -1,12 +1,11 @@
 """What every variant and every kernel does under every mask, asked of the library itself: honoured, or refused and why.
-`python -m runner.catalog support` prints it; `python -m runner.support` writes it to docs/support.md."""
+`python -m runner.catalog support` prints it."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from attention.variants.base import Variant
 from attention.variants.registry import MIXTURES, VARIANTS
 from runner.config.variants import MODULES, ONE_RANK
 
-PAGE = Path(__file__).parent.parent / "docs" / "support.md"
 TOKENS, WORLD, HEADS, HEAD_DIM, VALUE_DIM = 1024, 4, 8, 128, 64
 LENGTHS = (256, 512, 256)
 EXAMPLES: dict[str, Mask] = {
@@ -163,7 +161,7 @@ def _cell(variant: Variant[Any], kernel: Kernel, setting: Setting, notes: dict[s
 
 INTRODUCTION = f"""# Support
 
-Written by `python -m runner.support`, which asks the library; `python -m runner.catalog support` prints it.
+Asked of the library by `python -m runner.catalog support`.
 
 Each cell is a call on {WORLD} GPUs with {TOKENS:,} tokens, {HEADS} heads of {HEAD_DIM} in bf16, forward and backward, with
 default options, every package installed and the transport symm.
@@ -173,7 +171,3 @@ default options, every package installed and the transport symm.
 - A variant under another kernel also lacks what the kernel lacks. {" ".join(f"`{name}` is for one GPU." for name in ONE_RANK)}
 - `kv_lengths` and `prefix` are for decodes, `replay=graphs` is for all others. Modules: docs/dilated.md. External packages: docs/external.md.
 """
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page())

@@ -72,14 +72,14 @@ class TimingConf:
     do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
     counters: bool = False  # also count by ncu the bytes that the kernels move; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
-    time_cap_s: float = 60.0  # adaptive
-    profile_runs: int = 3  # profiler
+    time_cap_s: float = 60.0  # adaptive: the most time
+    profile_runs: int = 3  # profiler: profiled iterations
     phase_runs: int | None = None  # iterations whose phases are recorded; null: those of 0.2 s, at most 15
 
 
 @dataclass
 class Check:
-    enabled: bool = True
+    enabled: bool = True  # whether results are checked at all
     max_tflop: float | None = None  # work of the reference above which a sample of heads is checked; null: by hardware
 
 
@@ -87,7 +87,7 @@ class Check:
 class Launch:
     fresh: bool = False  # a new world for this run
     timeout_s: float = 300.0  # a rank silent for so long hangs; a step that is expected to be long gets more
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = 300.0  # of the start of a world
     memory_limit_gb: float | None = None  # per rank
     fault: str | None = None  # provoke one, to see what is recorded: RANK:PHASE:raise|kill|hang|oom
     nodes: int = 1  # of the world: torchrun's or srun's, not given
@@ -107,14 +107,14 @@ class RunConf:
     timing: TimingConf = field(default_factory=TimingConf)
     check: Check = field(default_factory=Check)
     launch: Launch = field(default_factory=Launch)
-    config: str = "default"
+    config: str = "default"  # the workload's name; sets the keys of the workload
     category: str = "default"
-    batch: int | None = None
-    heads: int | None = None
-    kv_heads: int | None = None
+    batch: int | None = None  # null, here and below: by the hardware
+    heads: int | None = None  # of the queries
+    kv_heads: int | None = None  # null: as many as heads
     head_dim: int | None = None
     v_head_dim: int | None = None  # of the values and out; null: head_dim
-    seq_len: int | None = None
+    seq_len: int | None = None  # tokens of all ranks; ${per_rank:N}: N for each rank
     q_len: int | None = None  # queries of a decode, on every rank; null: 1 for a decode, else as many as keys
     kv_lengths: Any = None  # of a decode, keys of each batch element: [..], random, or null: seq_len for each
     prefix: int | None = None  # of a decode, tokens before every batch element's own keys, which all share
@@ -123,29 +123,27 @@ class RunConf:
     seqlens_std: int | None = None  # null: half of the mean
     seqlens_multiple: int | None = None  # seqlens=real: each length is a multiple of it; null: 1
     mask: Any = MISSING  # by name with its parameters: conf/mask/; causal and window hold beside it
-    causal: bool = True
-    window: list[int] = field(default_factory=lambda: [-1, -1])
+    causal: bool = True  # no query sees a later key
+    window: list[int] = field(default_factory=lambda: [-1, -1])  # keys to the left and right of a query; -1: unbounded
     chunk: int | None = None  # stands for mask=chunked mask.chunk=N; null: none
     scale: float | None = None  # of the scores; null: head_dim ** -0.5
     softcap: float | None = None  # c: scaled scores x become c tanh(x / c); null: none
     sinks: bool = False  # a learned logit a head in the softmax's denominator, with its gradient
     tracker: Any = MISSING  # conf/tracker/: where results go beside their folders
-    world_size: Any = "auto"
+    world_size: Any = "auto"  # ranks; auto: all GPUs, or two CPU ranks
     seed: int | None = None  # null: a fresh one each invocation, recorded
-    mode: str | None = (
-        None  # forward or forward_backward (null: both where there is a backward); of a model training (null) or inference
-    )
-    baseline: str = "single"
+    mode: str | None = None  # null: all passes; forward, forward_backward; of a model training, inference
+    baseline: str = "single"  # the same work on one device; dense: dense attention by the same variant; none
     phases: Any = True  # true: a line a pass is printed, table: a table; false
     nvtx: bool = False  # on GPUs: passes and phases of the phase pass are NVTX ranges, for nsys
     energy: bool = True  # on GPUs joules per token, by their counters, in a window of 1.3 s more
-    deterministic: bool = False
+    deterministic: bool = False  # the same bits in every call
     agreement: bool = True  # ranks compare what they ask for whenever they make a plan
     replay: Any = "none"  # none, graphs or auto, as `attention.make` has it
     order: str = (
         "auto"  # of a sweep's samples: sequential, interleaved or interleaved:KEY, runs that differ in KEY; auto
     )
     until_limit: bool = False  # a sweep does not run lengths beyond one that ended as oom, timeout or crash
-    resume: bool = False
+    resume: bool = False  # keep the runs that are done; resume=FOLDER on the command line
     dry_run: bool = False  # show what would be run, and end
-    output: str = "outputs"
+    output: str = "outputs"  # the folder of all results
