@@ -1,4 +1,4 @@
-"""Every command of docs/reading.md and docs/troubleshooting.md is one that the program accepts. `test_first_use.py` looks for the
+"""Every command of the pages that a new user opens is one that the program accepts. `test_first_use.py` looks for the
 words that the guide reads in what a run prints."""
 
 import re
@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from runner import ab, catalog, compare
+from runner import ab, catalog, compare, pack
 from runner.__main__ import split
 from runner.config import overrides
 from runner.output import columns
@@ -15,37 +15,39 @@ from tests.support.composing import resolved
 from tests.support.paths import ROOT
 
 DOCS = ROOT / "docs"
-PAGES = {name: (DOCS / name).read_text() for name in ("reading.md", "troubleshooting.md")}
+PAGES = {
+    name: (DOCS / name).read_text() for name in ("reading.md", "troubleshooting.md", "cli.md", "masks.md", "models.md")
+}
 COMMAND = re.compile(r"python -m runner(?:\.(\w+))?((?: [^`#\n]*)?)")
-PARSERS = {"compare": compare._parser, "report": report._parser}
+PARSERS = {"compare": compare._parser, "pack": pack._parser, "report": report._parser}
 GPUS = 8
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Those of both pages: the module, empty for a run, and its arguments."""
+    """Those of all pages: the module, empty for a run, and its arguments."""
     found = [match for text in PAGES.values() for match in COMMAND.findall(text)]
     return [(module, shlex.split(arguments)) for module, arguments in found]
 
 
 @pytest.mark.slow
 def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
-    assert len(commands()) >= 35
+    assert len(commands()) >= 70
     for module, arguments in commands():
         if module in PARSERS:
             PARSERS[module]().parse_args(arguments)
-        elif module in ("", "catalog", "predict", "max_seq"):
-            flags, given = split(arguments)
-            if given[:1] in (["cost"], ["kernel"]):
-                given = given[1:]
-            given = ab.expand(given)
-            if flags == ["--help"] or not given:
-                continue
-            many = "-m" in flags or overrides.is_sweep(given) or module in ("predict", "max_seq")
-            overrides.check(given, many)
-            if not module and not many:
-                resolved(*given, gpus=GPUS if "hardware=cuda" in given else 0)
-        else:
-            raise AssertionError(f"python -m runner.{module}: not known here")
+            continue
+        assert module in ("", "catalog", "predict", "max_seq"), module
+        if module == "catalog" and arguments[:1] != ["cost"]:
+            assert {*arguments} <= {*catalog.LISTS, "support"}
+            continue
+        if "+experiment=canonical" in arguments:
+            continue
+        flags, texts = split([text for text in arguments if text != "cost"])
+        texts = ab.expand(texts)
+        many = "-m" in flags or overrides.is_sweep(texts) or module != ""
+        overrides.check(texts, many)
+        if not many and not flags:
+            resolved(*texts, gpus=GPUS if "hardware=cuda" in texts else 0)
 
 
 def test_every_column_is_explained():
