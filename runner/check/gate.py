@@ -21,9 +21,8 @@ from runner.check import comparison, whole_model
 from runner.check.errors import Compared, Error, total, verdict
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
-from runner.measure.attention_work import AttentionWork
+from runner.measure.attention_work import AttentionWork, ModuleWork
 from runner.measure.model_work import ModelWork
-from runner.measure.module_work import ModuleWork
 from runner.measure.timing import iterate
 from runner.measure.workload import EVEN, Passes, Workload
 

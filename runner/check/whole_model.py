@@ -17,8 +17,8 @@ from runner.check.pieces import precision, tflop
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import choosing, memory, timing
+from runner.measure.attention_work import ModuleWork
 from runner.measure.model_work import GUESSED, ModelWork
-from runner.measure.module_work import ModuleWork
 from runner.measure.workload import Workload, alone
 from runner.measure.workloads import on_one_device
 

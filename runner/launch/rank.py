@@ -62,12 +62,16 @@ class Rank:
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank."""
+        if self.world == 1:
+            return [value]
         values: list[Any] = [None] * self.world
         dist.all_gather_object(values, value, group=self.control)
         return values
 
     def agree(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
+        if self.world == 1:
+            return value
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]

@@ -1,4 +1,5 @@
-"""Attention as a workload: seeded inputs, sharded, with the forward and backward of one call."""
+"""Attention as a workload: seeded inputs, sharded, with the forward and backward of one call; and multi-head dilated attention, the
+module with its projections and LayerNorm."""
 
 from __future__ import annotations
 
@@ -7,21 +8,19 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate, cycle, pairwise
+from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.api import ContextParallel
-from attention.geometry.layouts import CuSeqlens
 from attention.geometry.schedules import masks
 from attention.kernels import passed_over
+from attention.models import DilatedMultihead
 from runner.config.experiment import NEW_PACKS, AttentionCall, Experiment
-from runner.launch.rank import Rank
 from runner.measure.kernels import call_shape
-from runner.measure.workload import DTYPES, Workload
+from runner.measure.workload import DTYPES, Workload, by_rows
 from runner.peers import Package
 
 NAMES = ("q", "k", "v", "dout")
@@ -56,8 +55,11 @@ def _element(experiment: Experiment, which: str, b: int, device: torch.device, t
     x = torch.empty(tokens or n, heads, dim, device=device).normal_(generator=generator).clamp_(-1, 1)
     if work.sinks and which in ("v", "dout"):
         x += 0.5
-    factors = {"q": score_factor(work), "dout": dilation.divisor if dilation is not None else 1}
-    return x.mul_(factors.get(which, 1)).to(DTYPES[work.dtype])
+    if which == "q":
+        x *= score_factor(work)
+    elif which == "dout" and dilation is not None:
+        x *= dilation.divisor
+    return x.to(DTYPES[work.dtype])
 
 
 def score_factor(work: AttentionCall) -> int:
@@ -89,27 +91,23 @@ def global_sinks(work: AttentionCall, seed: int, device: torch.device) -> Tensor
 
 
 class AttentionWork(Workload):
-    """A rank's shards of the inputs, and the passes over them. Raises UnsupportedHere if the kernel cannot do the call."""
+    """A rank's shards of the inputs, and the passes over them."""
 
-    results = ("out", "last", "gradients")
+    results = ("out", "gradients")
     out: Tensor | None
-    last: Tensor | None  # the out of the last backward
     gradients: tuple[Tensor, ...] | None
 
-    def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel | None = None):
-        super().__init__(me, experiment, fn)
-        work = self.spec
+    def prepare(self) -> None:
+        work, seed, device = self.spec, self.experiment.seed, self.me.device
         self.passes = ("forward", "backward") if self.backward else ("forward",)
         self.cu_seqlens = work.cu_seqlens if work.seqlens else None
-        self.inputs: list[Tensor] = []
-        for which in NAMES if self.backward else NAMES[:3]:
-            self.inputs.append(self.shard_of_input(which).requires_grad_(self.backward and which != "dout"))
-        self.q, self.k, self.v = self.inputs[:3]
+        self.inputs = [self.shard_of_input(which) for which in (NAMES if self.backward else NAMES[:3])]
+        self.q, self.k, self.v = (x.requires_grad_(self.backward) for x in self.inputs[:3])
         self.dout = self.inputs[3] if self.backward else None
         self.wanted = [self.q, self.k, self.v]  # whose gradients a backward gives
-        self.options: dict[str, Any] = {"causal": work.causal, "window": work.window, "cu_seqlens": self.cu_seqlens}
-        self.options |= {"scale": work.scale, "softcap": work.softcap}
-        if (sinks := global_sinks(work, experiment.seed, me.device)) is not None:
+        self.options: dict[str, Any] = {name: getattr(work, name) for name in ("causal", "window", "scale", "softcap")}
+        self.options["cu_seqlens"] = self.cu_seqlens
+        if (sinks := global_sinks(work, seed, device)) is not None:
             self.wanted.append(sinks.requires_grad_(self.backward))
             self.options["sinks"] = sinks
         if work.named_mask is not None:
@@ -117,10 +115,9 @@ class AttentionWork(Workload):
         if work.q_len is not None:
             self.options |= {"kv_tokens": work.seq_len, "kv_lengths": work.kv_lengths}
         self.plans = [self.planned(self.q, self.k, self.v, self.options)]
-        if (prefix := global_prefix(experiment, me.device)) is not None:
+        if (prefix := global_prefix(self.experiment, device)) is not None:
             self.inputs += [self.fn.shard(x, role="kv") for x in prefix]
             self.options |= {"prefix": tuple(self.inputs[-2:]), "prefix_tokens": work.prefix}
-        self.release()
 
     def shard_of_input(self, which: str) -> Tensor:
         """Without a check each rank draws its own, as a training step gets them, so that none holds a whole tensor."""
@@ -140,22 +137,18 @@ class AttentionWork(Workload):
 
     def run(self, which: str, keep: bool = False) -> None:
         if which == "forward":
-            self.out = self.last = None  # freed first: not part of this iteration's memory
+            self.out = None  # freed first: not part of this iteration's memory
             self.out = self.call()
             return
         assert self.out is not None and self.dout is not None, "backward before forward"
         self.gradients = None
         with torch.autograd.set_multithreading_enabled(self.experiment.timing.autograd_thread):
             self.gradients = torch.autograd.grad(self.out, self.wanted, self.dout, retain_graph=keep)
-        self.last = self.out
-        if not keep:
-            self.out = None
 
     def outputs(self) -> dict[str, Tensor]:
-        out = self.last if self.backward else self.out
-        if out is None or (self.backward and not self.gradients):
+        if self.out is None or (self.backward and self.gradients is None):
             return {}
-        return self.by_name(out, self.gradients or ())
+        return self.by_name(self.out, self.gradients or ())
 
     def by_name(self, out: Tensor, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
         """The outputs by name: out, and the gradients of `wanted`."""
@@ -184,26 +177,24 @@ class AttentionWork(Workload):
         shape = (-1, 1, 1) if self.cu_seqlens is not None else (1, -1, 1, 1)
         return self.shard(name, tokens.view(shape)).flatten()
 
-    def layered(self, layers: int, new_packs: bool) -> Layers:
-        return Layers(self, layers, self._other_packs(NEW_PACKS) if new_packs else ())
-
-    def _other_packs(self, n: int) -> list[CuSeqlens]:
+    def other_packs(self, n: int) -> list[AttentionCall]:
+        """So many calls of other packed batches: the same lengths in another order."""
         assert self.spec.seqlens, "new_packs for a batch that is not packed"
-        return other_orders(self.spec.seqlens, n, self.experiment.seed)
+        orders = other_orders(self.spec.seqlens, n, self.experiment.seed)
+        return [replace(self.spec, seqlens=order) for order in orders]
 
     @contextmanager
     def new_pack(self, sign: int) -> Iterator[AttentionCall]:
-        original = self.cu_seqlens
-        (other,) = self._other_packs(1)
+        (other,) = self.other_packs(1)
         self._take(other, sign)
         try:
-            yield replace(self.spec, seqlens=tuple(b - a for a, b in pairwise(other)))
+            yield other
         finally:
-            self._take(original, 1)
+            self._take(self.spec, 1)
 
-    def _take(self, cu_seqlens: CuSeqlens | None, sign: int) -> None:
+    def _take(self, call: AttentionCall, sign: int) -> None:
         """Replaces the inputs by those of a packed batch, times the sign. Nothing is planned for it."""
-        self.cu_seqlens = self.options["cu_seqlens"] = cu_seqlens
+        self.cu_seqlens = self.options["cu_seqlens"] = call.cu_seqlens
         with torch.no_grad():
             for which, x in zip(NAMES, self.inputs, strict=False):
                 x.copy_(self.shard_of_input(which)).mul_(sign)
@@ -219,29 +210,65 @@ class AttentionWork(Workload):
         return total
 
 
-def other_orders(lengths: Sequence[int], n: int, seed: int) -> list[CuSeqlens]:
-    """n different packed batches: the same lengths, not in the given order."""
+class ModuleWork(AttentionWork):
+    """The passes of `attention.models.DilatedMultihead` on x `[B, S, H D]`, which every rank has whole. Its outputs are out and the
+    gradients of x and of every parameter. The initial biases are 0, so that out is odd in x."""
+
+    def prepare(self) -> None:
+        super().prepare()
+        work, experiment = self.spec, self.experiment
+        torch.manual_seed(experiment.seed)
+        sizes = work.heads * work.head_dim, work.heads, work.kv_heads
+        module = DilatedMultihead(*sizes, experiment.variant, **experiment.options)
+        self.module = module.to(self.me.device, self.q.dtype).to(self.dtype)
+        self.module.attend = self.fn
+        self.x = self.q.detach().flatten(-2).to(self.dtype).requires_grad_(self.backward)
+        self.inputs = [self.x]
+        if self.dout is not None:
+            self.dout = self.dout.flatten(-2).to(self.dtype)
+            self.inputs.append(self.dout)
+        self.q = self.k = self.v = self.x.new_empty(0)  # the module makes them
+        self.named = dict(self.module.named_parameters())
+        self.wanted = [self.x, *self.named.values()]
+
+    def call(self) -> Tensor:
+        out: Tensor = self.module(self.x, causal=self.spec.causal)
+        return out
+
+    def by_name(self, out: Tensor, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
+        outputs = {"out": out, **dict(zip(["dx", *(f"d{x}" for x in self.named)], gradients, strict=False))}
+        # out and dx as `[B, S, 1, hidden]`, gradients of parameters by rows
+        return {name: x.detach().unsqueeze(2) if name in ("out", "dx") else by_rows(x) for name, x in outputs.items()}
+
+    def rows(self, name: str) -> Tensor:
+        return torch.arange(self.spec.seq_len if name in ("out", "dx") else len(by_rows(self.named[name[1:]])))
+
+
+def other_orders(lengths: tuple[int, ...], n: int, seed: int) -> list[tuple[int, ...]]:
+    """n different orders of the lengths, none of them the given one."""
     draw, order = random.Random(seed), list(lengths)
-    batches = dict.fromkeys([tuple(accumulate(order, initial=0))])
-    while len(batches) <= n:
+    orders = {lengths: None}
+    while len(orders) <= n:
         draw.shuffle(order)
-        batches[tuple(accumulate(order, initial=0))] = None
-    return list(batches)[1:]
+        orders[tuple(order)] = None
+    return list(orders)[1:]
 
 
 class Layers:
     """The passes of a model with `layers` layers, all with the same inputs: every layer's forward, then every layer's backward,
-    the last layer first. batches: the cu_seqlens of the iterations, in turn; by default always those of `work`."""
+    the last layer first. new_packs: each iteration has another packed batch."""
 
-    def __init__(self, work: AttentionWork, layers: int, batches: Sequence[CuSeqlens] = ()):
+    def __init__(self, work: AttentionWork, layers: int, new_packs: bool):
         self.work, self.layers, self.passes = work, layers, work.passes
-        self.batches = cycle(batches or [work.cu_seqlens])
+        self.calls: Iterator[AttentionCall | AttentionWork] = cycle(
+            work.other_packs(NEW_PACKS) if new_packs else [work]
+        )
         self.outs: list[Tensor | None] = []
 
     def run(self, which: str) -> None:
         work = self.work
         if which == "forward":
-            work.options["cu_seqlens"] = next(self.batches)
+            work.options["cu_seqlens"] = next(self.calls).cu_seqlens
             for _ in range(self.layers):
                 work.run("forward")
                 if work.backward:

@@ -11,15 +11,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from runner import environment
+from runner.launch.files import write
 from runner.launch.rank import Rank
 from runner.measure import ceilings_file
 from runner.measure.ceilings_file import RATES
+from runner.measure.statistics import Fields
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import DTYPES
 
@@ -40,10 +41,10 @@ class Sizes:
 
 SIZES = {"cuda": Sizes(8192, 1 << 30, 1 << 27, 5), "cpu": Sizes(768, 1 << 26, 1 << 22, 2)}
 
-_known: dict[tuple[str, int], dict[str, Any]] = {}  # by dtype and world size, in this process
+_known: dict[tuple[str, int], Fields] = {}  # by dtype and world size, in this process
 
 
-def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
+def ceilings(me: Rank, dtype: str) -> Fields:
     """matmul_tflops (in `dtype`, one rank), copy_gb_s (read plus written), link_gb_s (received, in a world of several),
     measured_at (Unix time), and `source`: measured, or cached. Collective."""
     key = dtype, me.world
@@ -54,7 +55,7 @@ def ceilings(me: Rank, dtype: str) -> dict[str, Any]:
     return _known[key]
 
 
-def again(me: Rank, dtype: str) -> dict[str, Any]:
+def again(me: Rank, dtype: str) -> Fields:
     """The ceilings after a run that exceeded them: measured again, once per world, with the old ones as `before`; unchanged
     if there is no memory for it. Collective."""
     before = ceilings(me, dtype)
@@ -68,7 +69,7 @@ def _path(me: Rank, dtype: str) -> Path:
     return ceilings_file.path(environment.host() | environment.of_torch(me.device.type), me.world, dtype)
 
 
-def _measured(me: Rank, dtype: str, least: Mapping[str, float] = {}) -> dict[str, Any]:
+def _measured(me: Rank, dtype: str, least: Mapping[str, float] = {}) -> Fields:
     """The ceilings of the slowest rank, measured now, or the earlier ones where these are higher; also in the cache."""
     rates = {"matmul_tflops": _matmul_tflops(me, DTYPES[dtype]), "copy_gb_s": _copy_gb_s(me)}
     if me.world > 1:
@@ -76,46 +77,35 @@ def _measured(me: Rank, dtype: str, least: Mapping[str, float] = {}) -> dict[str
     rates = {name: max(rate, least.get(name, 0.0)) for name, rate in rates.items()} | {"measured_at": time.time()}
     if me.rank == 0:
         path = _path(me, dtype)
-        scratch = path.with_suffix(".tmp")
         with suppress(OSError):  # a cache that cannot be written is measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
-            scratch.write_text(json.dumps(rates))
-            scratch.replace(path)
+            write(path, json.dumps(rates))
     return rates
 
 
 def _fits(me: Rank) -> bool:
     """Whether every rank has enough free memory to measure."""
-    sizes = SIZES[me.device.type]
-    fits = False
+    sizes, fits = SIZES[me.device.type], False
     with suppress(RuntimeError, MemoryError):
         torch.empty(2 * sizes.copied + (me.world + 1) * sizes.sent, dtype=torch.uint8, device=me.device)
         fits = True
     return all(me.gather(fits))
 
 
-def steady(rate: Callable[[], float]) -> float:
-    """The highest rate of repeated rounds, until one is not faster by more than `STEADY`; at most `MOST_ROUNDS`."""
-    rates = [rate(), rate()]
-    while len(rates) < MOST_ROUNDS and rates[-1] > max(rates[:-1]) * (1 + STEADY):
-        rates.append(rate())
-    return max(rates)
-
-
 def _rate(me: Rank, amount: float, run: Callable[[], object], calls: int) -> float:
-    """`amount` per second of a call on the slowest rank, by the best of several marks around so many calls each."""
-    watch = Stopwatch(me)
+    """`amount` per second of a call on the slowest rank, by the best of several marks around so many calls each: the highest of
+    repeated rounds, until one is not faster by more than `STEADY`; at most `MOST_ROUNDS`."""
+    watch, rates = Stopwatch(me), list[float]()
 
     def several() -> None:
         for _ in range(calls):
             run()
 
-    def once() -> float:
+    while len(rates) < 2 or (len(rates) < MOST_ROUNDS and rates[-1] > max(rates[:-1]) * (1 + STEADY)):
         run()
         ms = min(watch.times_ms(several, SIZES[me.device.type].repeats))
-        return min(me.gather(amount * calls * 1e3 / ms))
-
-    return steady(once)
+        rates.append(min(me.gather(amount * calls * 1e3 / ms)))
+    return max(rates)
 
 
 def _matmul_tflops(me: Rank, dtype: torch.dtype) -> float:

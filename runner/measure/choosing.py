@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import attention
 from attention import transports
 from attention.auto import AutoRequest, Choice, fastest
 from attention.errors import UnsupportedCall
@@ -17,6 +16,7 @@ from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.config.variants import setting_label, settings
 from runner.launch.rank import Rank
 from runner.measure import ceilings, memory, metrics
+from runner.measure.statistics import Fields
 from runner.measure.workload import DTYPES, build
 from runner.peers import variant
 
@@ -26,10 +26,10 @@ TRIAL_RUNS = 3  # iterations of a candidate, if they are long
 T = TypeVar("T")
 
 
-def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, Any]]:
+def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, Fields]:
     """The experiment with all choices made, the same on every rank, and the result's fields about them. Raises
     UnsupportedHere and InvalidConfig."""
-    about: dict[str, Any] = {}
+    about: Fields = {}
     if spec.variant == AUTO:
         choice = _choice(me, spec)
         options = variant(choice.variant).parse().plain()
@@ -71,27 +71,20 @@ def together(me: Rank, make: Callable[[], T]) -> T:
 
 def _choice(me: Rank, spec: Experiment) -> Choice:
     """The choice of `auto` for the experiment. Raises UnsupportedHere if no candidate runs here."""
-    work = spec.workload
     replay = "graphs" if spec.timing.method == "cudagraph" else spec.replay
     _announce(me, spec, len(SHORTLIST))
-
-    def make() -> attention.ContextParallel:
-        return attention.make(
-            AUTO, kernel=spec.kernel, transport=spec.transport, deterministic=spec.deterministic, replay=replay,
-            agreement=spec.agreement, causal=work.causal, window=work.window, **_sizes(me, spec),
-        )  # fmt: skip
-
-    choice = together(me, make).choice
+    asked = replace(spec, replay=replay, options=_sizes(me, spec))
+    choice = together(me, lambda: build(asked)).choice
     assert choice is not None
     return choice
 
 
-def _sizes(me: Rank, spec: Experiment) -> dict[str, Any]:
-    """Of the experiment's calls, as `AutoRequest` names them, without the mask."""
+def _sizes(me: Rank, spec: Experiment) -> Fields:
+    """The experiment's calls as options of `AutoRequest`."""
     work = spec.workload
-    sizes = {name: getattr(work, name) for name in ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "softcap")}
-    sizes |= {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
-    return sizes | {
+    alike = ("batch", "heads", "kv_heads", "head_dim", "v_head_dim", "softcap", "causal", "window")
+    lengths = {"cu_seqlens": work.cu_seqlens} if work.seqlens else {"tokens": work.seq_len}
+    return {name: getattr(work, name) for name in alike} | lengths | {
         "dtype": DTYPES[work.dtype], "backward": spec.backward, "q_tokens": work.q_len, "device": me.device,
     }  # fmt: skip
 
@@ -99,20 +92,20 @@ def _sizes(me: Rank, spec: Experiment) -> dict[str, Any]:
 def _best(me: Rank, spec: Experiment) -> tuple[Experiment, dict[str, float], dict[str, str]]:
     """The experiment with the fastest of the possible settings, each one's milliseconds, and why others were left out. Raises
     UnsupportedHere if none runs."""
-    call, chosen, names = spec.workload, variant(spec.variant), spec.best_options
-    lengths = call.cu_seqlens, spec.world_size, call.mask
-    able, impossible = settings(chosen, spec.call_options, call.heads, call.kv_heads, *lengths, call.q_len)
+    call, mask, names = spec.workload, spec.workload.mask, spec.best_options
+    about = call.heads, call.kv_heads, call.cu_seqlens, spec.world_size, mask, call.q_len
+    able, left_out = settings(variant(spec.variant), spec.call_options, *about)
     _announce(me, spec, len(able))
     specs = {
         setting_label(setting, names): replace(spec, options={name: setting[name] for name in spec.options})
         for setting in able
     }
     functions = together(me, lambda: {label: build(candidate) for label, candidate in specs.items()})
-    band, other = (call.mask, None) if isinstance(call.mask, Band) else (FULL, call.mask)
+    band, other = (mask, None) if isinstance(mask, Band) else (FULL, mask)
     # a causal mask is also a window
-    trial = AutoRequest(**_sizes(me, spec), window=(band.left, band.right), mask=other)
+    trial = AutoRequest(**_sizes(me, spec) | {"causal": False, "window": (band.left, band.right), "mask": other})
     ms, failed = me.agree(fastest(functions, trial))
-    left_out = impossible | failed
+    left_out |= failed
     if not ms:
         raise UnsupportedHere("; ".join(f"{label}: {why}" for label, why in left_out.items()))
     return specs[next(iter(ms))], ms, left_out

@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from runner import environment
 from runner.measure import sampler
+from runner.measure.statistics import Fields
 from runner.measure.timing import Timer, undisturbed
 
 LEAD_S = 0.3  # until a counter, which lags, shows the power of the iterations
 WINDOW_S = 1.0
 LEAST_S = 0.5  # between the changes of a counter that are used
-Changes = Sequence[tuple[float, int]]  # seconds and mJ
 
 
-def measure(timer: Timer, calls: int, tokens: int, flops: int) -> dict[str, Any]:
+def measure(timer: Timer, calls: int, tokens: int, flops: int) -> Fields:
     """`energy` of the result: of a window of the timer's iterations on GPUs, each with so many calls of so many tokens and FLOPs over
     all ranks."""
     me = timer.watch.me
@@ -33,25 +32,28 @@ def measure(timer: Timer, calls: int, tokens: int, flops: int) -> dict[str, Any]
             iterations = timer.warm(1, (LEAD_S + WINDOW_S) * 1e3).iterations
         seconds = time.monotonic() - begin
     nodes, ranks = me.gather(sampled), me.gather((environment.gpu_uuid(me.device), begin, seconds))
-    counted = {gpu: changes for node in nodes for gpu, changes in node.get("of", {}).items()}
-    if lacking := [gpu for gpu, *_ in ranks if gpu not in counted]:
+    counters = {
+        gpu: (node["times"], series["energy_mj"]) for node in nodes for gpu, series in node.get("gpus", {}).items()
+    }
+    if lacking := [gpu for gpu, *_ in ranks if gpu not in counters or None in counters[gpu][1]]:
         why = f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
         return {"unavailable": next((node["unavailable"] for node in nodes if "unavailable" in node), why)}
-    watts = [power(counted[gpu], at) for gpu, at, _ in ranks]
+    watts = [power(*counters[gpu], at) for gpu, at, _ in ranks]
     return of_window(watts, max(seconds for *_, seconds in ranks), iterations * calls, tokens, flops)
 
 
-def power(changes: Changes, begin: float) -> float | None:
-    """Mean power in W between the first and the last change after the lead of a window that began at `begin`; None where less than
-    LEAST_S lies between them. The first entry is no change."""
-    within = [(at, mj) for at, mj in changes[1:] if at - begin >= LEAD_S]
-    if not within or within[-1][0] - within[0][0] < LEAST_S:
+def power(times: Sequence[float], mj: Sequence[int], begin: float) -> float | None:
+    """Mean power in W between the first and the last change of a counter, read at these times in s, after the lead of a window that
+    began at `begin`; None where less than LEAST_S lies between them."""
+    readings = zip(times[1:], mj, mj[1:], strict=False)
+    changes = [(at, now) for at, before, now in readings if now != before and at - begin >= LEAD_S]
+    if not changes or changes[-1][0] - changes[0][0] < LEAST_S:
         return None
-    (first_s, first_mj), (last_s, last_mj) = within[0], within[-1]
+    (first_s, first_mj), (last_s, last_mj) = changes[0], changes[-1]
     return (last_mj - first_mj) / 1e3 / (last_s - first_s)
 
 
-def of_window(watts: Sequence[float | None], seconds: float, calls: int, tokens: int, flops: int) -> dict[str, Any]:
+def of_window(watts: Sequence[float | None], seconds: float, calls: int, tokens: int, flops: int) -> Fields:
     """The fields of `energy`. watts: by rank. calls: within the window of so many seconds; each has so many tokens and FLOPs,
     over all ranks."""
     known = [x for x in watts if x is not None]

@@ -32,12 +32,11 @@ class Decoder(nn.Module):
         from attention.huggingface import context_parallel
 
         super().__init__()
-        given = AutoConfig.for_model(**json.loads(text)["config"] | {"dtype": "float32"})
-        if given.num_hidden_layers != config.layers:
-            if getattr(given, "layer_types", None):
-                given.layer_types = given.layer_types[: config.layers]
-            given.num_hidden_layers = config.layers
-        self.model = AutoModelForCausalLM.from_config(given).train()
+        sizes = AutoConfig.for_model(**json.loads(text)["config"] | {"dtype": "float32"})
+        if getattr(sizes, "layer_types", None):
+            sizes.layer_types = sizes.layer_types[: config.layers]
+        sizes.num_hidden_layers = config.layers
+        self.model = AutoModelForCausalLM.from_config(sizes).train()
         if dtype == torch.float64 and hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")  # grouped products have no fp64
         if recompute:
@@ -61,9 +60,9 @@ class Decoder(nn.Module):
     def hidden(self, batch: Batch) -> Tensor:
         """Logits already: a model may scale or cap them in a way of its own."""
         split = CheckedSplit(self.cp.fn, (len(batch.ids), self.config.context), config=self.config)
-        given: dict[str, Any] = {"use_cache": False, "context_parallel": split}
+        inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "context_parallel": split}
         try:
-            return self.model(input_ids=batch.ids, position_ids=batch.positions, **given).logits
+            return self.model(**inputs, use_cache=False).logits
         except ValueError as error:
             raise UnsupportedHere(f"model=hf: {error}") from None
 
@@ -71,7 +70,7 @@ class Decoder(nn.Module):
         return hidden
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.logits(self.hidden(batch))
+        return self.hidden(batch)
 
 
 def _in_phase(kind: type[nn.Module], name: str) -> type[nn.Module]:
@@ -93,12 +92,12 @@ class CheckedSplit(Split):
         c, layer = self.config, getattr(module, "layer_idx", 0)
         kind = c.kind(layer)
         left = -1 if kind.mask.band is None else kind.mask.band.left
-        read_facts = c.heads, c.key_heads, c.head_dim, c.value_dim, True, left, kind.softcap, kind.sinks
-        sizes, (window, _) = (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), options["window"]
-        facts = *sizes, options["causal"], window, options.get("softcap"), "sinks" in options
-        for what, model, read in zip(FACTS, facts, read_facts, strict=True):
-            if model != read:
+        as_read = c.heads, c.key_heads, c.head_dim, c.value_dim, True, left, kind.softcap, kind.sinks
+        sizes, mask = (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), (options["causal"], options["window"][0])
+        facts = *sizes, *mask, options.get("softcap"), "sinks" in options
+        for what, fact, expected in zip(FACTS, facts, as_read, strict=True):
+            if fact != expected:
                 raise ValueError(
-                    f"layer {layer} attends with {what} {model}, and its configuration was read as {read}; take another model"
+                    f"layer {layer} attends with {what} {fact}, and its configuration was read as {expected}; take another model"
                 )
         return super().attend(module, q, k, v, **options)

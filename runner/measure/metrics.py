@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from itertools import product
-from typing import Any
 
 from attention.geometry import counts
 from runner.config.experiment import ITEMSIZE, Experiment
-from runner.measure import call_costs
-from runner.measure.call_costs import Part
+from runner.measure.call_costs import parts
+from runner.measure.statistics import Fields
 
 CEILINGS = {
     "compute": "matrix product measured here",
@@ -31,10 +29,11 @@ def flops(experiment: Experiment) -> dict[str, int]:
         forward = experiment.model.config(work).flops(work.batch, work.seq_len)
         later = {"backward": 2 * forward, "optimizer": 0}
     else:
-        hidden, products = work.heads * work.head_dim, 0
-        if experiment.is_module:  # x to q, k and v, and to out
-            products = 2 * work.batch * work.seq_len * hidden * (2 * hidden + 2 * work.kv_heads * work.head_dim)
-        about = replace(work.shapes, batch=1, heads=1), experiment.head_pairs
+        hidden, about = work.heads * work.head_dim, (replace(work.shapes, batch=1, heads=1), experiment.head_pairs)
+        # of a module x to q, k and v, and to out
+        products = (
+            4 * work.batch * work.seq_len * hidden * (hidden + work.kv_heads * work.head_dim) * experiment.is_module
+        )
         forward = counts.forward_flops(*about) + products
         later = {"backward": counts.backward_flops(*about) + 2 * products}
     if not experiment.backward:
@@ -47,7 +46,7 @@ def iteration_flops(experiment: Experiment) -> int:
     return list(flops(experiment).values())[-1]
 
 
-def sparsity(experiment: Experiment) -> dict[str, Any]:
+def sparsity(experiment: Experiment) -> Fields:
     """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, the mean of them
     where they differ. density: of all queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
     is causal if no query sees a later key. Both are None where a pair may count several times. dense_flops: FLOPs of dense attention."""
@@ -65,46 +64,79 @@ def sparsity(experiment: Experiment) -> dict[str, Any]:
 
 def compute(
     experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
-) -> dict[str, Any]:
+) -> Fields:
     """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
     transport pulls, as in `dry_run`."""
-    work, options = experiment.workload, experiment.call_options
-    parts = call_costs.parts(experiment, pulls)
-    by_rank = [sum(flops) for flops in zip(*(part.flops() for part in parts), strict=True)]
-    fields = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
+    work, options, model, ranks = (
+        experiment.workload,
+        experiment.call_options,
+        experiment.model,
+        range(experiment.world_size),
+    )
+    calls = parts(experiment)
+    by_rank = [sum(flops) for flops in zip(*(part.flops() for part in calls), strict=True)]
+    fields: Fields = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
     fields |= sparsity(experiment)
     if "grouping" in options:
-        about, ranks = (parts[0].problem, work.shapes), range(parts[0].problem.world)
-        fields["kv_bytes_read_by_rank"] = [counts.kv_bytes_read(*about, r, options["grouping"]) for r in ranks]
-    if experiment.model is not None:
+        about = calls[0].problem, work.shapes
+        fields["kv_bytes_read_by_rank"] = [counts.kv_bytes_read(*about, rank, options["grouping"]) for rank in ranks]
+    if model is not None:
         fields["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None
-    passes = {}
+    passes: dict[str, Fields] = {}
     for which in median_ms:
-        # the exchange of an external package does not follow a schedule
-        received = None if experiment.is_peer else _received(experiment, parts, which)
+        # whether each attention call of the pass is a backward; with recompute a forward stands before it
+        again = (False,) if model is not None and model.recompute else ()
+        backwards = {"forward": (False,), "optimizer": ()}.get(which, (*again, True))
+        if which == "total":
+            backwards = (False, *backwards)
+        received = None  # the exchange of an external package does not follow a schedule
+        if not experiment.is_peer:  # of attention: the sum of a model's gradients is not in it
+            both = [[part.received(rank, pulls) for part in calls] for rank in ranks]
+            received = [
+                dict(sum((of_part[x] for of_part in of_rank for x in backwards), Counter())) for of_rank in both
+            ]
         passes[which] = {"bytes_received_by_rank": received}
-        if ceilings:
-            passes[which] |= _limit(experiment, parts, which, fields, received, ceilings)
+        if ceilings and model is not None:
+            # a rank's share of the matrix products, and then AdamW's sweep over memory
+            swept = experiment.backward and which in ("optimizer", "total")
+            moved = swept * ADAMW * model.config(work).matrices * ITEMSIZE[work.dtype]
+            terms = _least_ms(ceilings, fields["flops"][which] / experiment.world_size, moved, 0)
+            passes[which] |= _limit(terms, sum(terms.values()))
+        elif ceilings:
+            times = sum(work.shapes.backward_ratio if backward else 1.0 for backward in backwards)
+            moved = max(sum(part.moved(rank, x) for part in calls for x in backwards) for rank in ranks)
+            terms = _least_ms(ceilings, max(by_rank) * times, moved, _most(received) or 0)
+            passes[which] |= _limit(terms, max(terms.values())) | {"memory_bytes": moved}
     return at({**fields, "passes": passes}, median_ms, experiment)
 
 
-def at(fields: dict[str, Any], median_ms: dict[str, float], experiment: Experiment) -> dict[str, Any]:
+def _least_ms(ceilings: Mapping[str, float], flops: float, moved: int, received: int) -> dict[str, float]:
+    """The least time that this machine's ceilings allow a rank with so many FLOPs, bytes moved in memory and bytes received."""
+    link = ceilings.get("link_gb_s")
+    return {
+        "compute": flops / ceilings["matmul_tflops"] / 1e9,
+        "memory": moved / ceilings["copy_gb_s"] / 1e6,
+        "communication": received / link / 1e6 if link else 0.0,
+    }
+
+
+def _limit(terms: dict[str, float], limit_ms: float) -> Fields:
+    return {"limited_by": max(terms, key=lambda term: terms[term]), "limit_ms": limit_ms}
+
+
+def at(fields: Fields, median_ms: dict[str, float], experiment: Experiment) -> Fields:
     """The metrics of `compute`, with other medians (pass to ms). A pass faster than its limit has `sol` null and the reason in
     `no_sol`: a short pass may have higher clocks than a long matrix product, and caches are faster than memory."""
     passes, sharing = {}, float(experiment.sharing)
     if experiment.model is None and not experiment.is_module:  # where the counts are of all the work
-        own = sum(fields["flops_forward_by_rank"]) / experiment.world_size
-        sharing = fields["flops"]["forward"] / max(own, 1)
+        sharing = fields["flops"]["forward"] * experiment.world_size / max(sum(fields["flops_forward_by_rank"]), 1)
     for which, ms in median_ms.items():
-        entry = {key: x for key, x in fields["passes"][which].items() if key not in ("sol", "no_sol")}
-        most = _most(entry["bytes_received_by_rank"])
-        entry |= {
-            "tokens_per_s": fields["tokens"] / ms * 1e3,
-            "tflops_per_device": fields["flops"][which] / ms / sharing / 1e9,
-            "received_gb_s": most / ms / 1e6 if most is not None else None,
-        }
+        entry = {key: value for key, value in fields["passes"][which].items() if key != "no_sol"}
+        most, tflops = _most(entry["bytes_received_by_rank"]), fields["flops"][which] / ms / sharing / 1e9
+        entry |= {"tokens_per_s": fields["tokens"] / ms * 1e3, "tflops_per_device": tflops}
+        entry["received_gb_s"] = most / ms / 1e6 if most is not None else None
         if fields.get("matmul_tflops"):  # of a model
-            entry["mfu"] = entry["tflops_per_device"] / fields["matmul_tflops"]
+            entry["mfu"] = tflops / fields["matmul_tflops"]
         if "limit_ms" in entry:
             entry["sol"] = sol = entry["limit_ms"] / ms
             if sol > EXCEEDED:
@@ -119,9 +151,7 @@ def _most(received: list[dict[str, int]] | None) -> int | None:
     return max(sum(r.values()) for r in received) if received is not None else None
 
 
-def gain(
-    baseline: Mapping[str, Any], ms: dict[str, float], world: int, fields: Mapping[str, Any]
-) -> dict[str, dict[str, float]]:
+def gain(baseline: Fields, ms: dict[str, float], world: int, fields: Fields) -> Fields:
     """Speedup of a run on `world` ranks over its baseline, by pass. Efficiency is speedup over ranks; against dense
     attention it is speedup over the ratio of FLOPs. fields: the metrics of `compute`."""
     speedup = {which: baseline["passes"][which] / ms[which] for which in ms}
@@ -131,53 +161,6 @@ def gain(
     return {"speedup": speedup, "efficiency": {which: x / ideal[which] for which, x in speedup.items()}}
 
 
-def exceeds(fields: Mapping[str, Any]) -> bool:
+def exceeds(fields: Fields) -> bool:
     """Whether a pass was faster than its limit, by more than the error of a measurement."""
     return any("no_sol" in entry for entry in fields["passes"].values())
-
-
-def _backwards(experiment: Experiment, which: str) -> tuple[bool, ...]:
-    """Whether each attention call of a pass is a backward; with recompute a forward stands before it."""
-    again = (False,) if experiment.model is not None and experiment.model.recompute else ()
-    return {"forward": (False,), "backward": (*again, True), "optimizer": (), "total": (False, *again, True)}[which]
-
-
-def _received(experiment: Experiment, parts: Sequence[Part], which: str) -> list[dict[str, int]]:
-    """By rank, the bytes that attention receives in a pass; the sum of a model's gradients is not in it."""
-    by_rank: list[Counter[str]] = []
-    for rank in range(experiment.world_size):
-        by_rank.append(Counter())
-        for part, backward in product(parts, _backwards(experiment, which)):
-            by_rank[-1].update(part.received(rank, backward))
-    return [dict(received) for received in by_rank]
-
-
-def _limit(
-    experiment: Experiment,
-    parts: Sequence[Part],
-    which: str,
-    fields: Mapping[str, Any],
-    received: list[dict[str, int]] | None,
-    ceilings: dict[str, float],
-) -> dict[str, Any]:
-    """The least time that this machine's ceilings allow the slowest rank, and the binding ceiling. Of a model its share of the matrix
-    products, and then AdamW's sweep over memory."""
-    work, link = experiment.workload, ceilings.get("link_gb_s")
-    if experiment.model is not None:
-        rank_flops: float = fields["flops"][which] / experiment.world_size
-        swept = ADAMW * experiment.model.config(work).matrices * ITEMSIZE[work.dtype]
-        moved, most = swept if experiment.backward and which in ("optimizer", "total") else 0, None
-    else:
-        backwards, ranks = _backwards(experiment, which), range(experiment.world_size)
-        times = sum(work.shapes.backward_ratio if backward else 1.0 for backward in backwards)
-        rank_flops, most = max(fields["flops_forward_by_rank"]) * times, _most(received)
-        moved = max(sum(p.moved(r, x) for p in parts for x in backwards) for r in ranks)
-    terms = {
-        "compute": rank_flops / ceilings["matmul_tflops"] / 1e9,
-        "memory": moved / ceilings["copy_gb_s"] / 1e6,
-        "communication": most / link / 1e6 if most and link else 0.0,
-    }
-    limit = {"limited_by": max(terms, key=lambda term: terms[term])}
-    if experiment.model is not None:
-        return limit | {"limit_ms": sum(terms.values())}
-    return limit | {"limit_ms": max(terms.values()), "memory_bytes": moved}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from functools import cache
+from importlib import resources
 from typing import Any
 
 import torch
@@ -11,40 +12,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import profiling
-from attention.api import ContextParallel
 from attention.executors.plan import Plan
-from runner.config.experiment import Experiment
 from runner.config.huggingface import without_dropout
-from runner.launch.rank import Rank
 from runner.measure.huggingface import Decoder
-from runner.measure.text import excerpts
-from runner.measure.workload import DTYPES, Workload
+from runner.measure.workload import DTYPES, Workload, by_rows
 from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
 
 BATCHES = 16  # different ones, which training reads in turn
 BETAS = 0.9, 0.95
 GUESSED = "token losses"  # an output
+TEXT = "coriolanus.txt"  # of the first scenes of Coriolanus (William Shakespeare, about 1608; public domain, Globe edition of 1864)
 
 
 class ModelWork(Workload):
     """A rank's part of a model's training loop. Parameters, gradients and AdamW's states are in the run's dtype.
 
     Its outputs are those of the first step after `restart`: the loss and every parameter's gradient or, without a backward,
-    each token's loss. dtype: of the computation, if it is not the run's. Raises UnsupportedHere if the kernel cannot do
-    the call."""
+    each token's loss."""
 
     results = ("loss", "logits")
     loss: Tensor | None
     logits: Tensor | None
 
-    def __init__(
-        self, me: Rank, experiment: Experiment, fn: ContextParallel | None = None, dtype: torch.dtype | None = None
-    ):
-        assert experiment.model is not None
-        super().__init__(me, experiment, fn)
-        self.about = experiment.model
+    def prepare(self) -> None:
+        assert self.experiment.model is not None
+        self.about = self.experiment.model
         self.config = self.about.config(self.spec)
-        self.dtype = DTYPES[self.spec.dtype] if dtype is None else dtype
         self.passes = ("forward", "backward", "optimizer") if self.backward else ("forward",)
         self.batches = [self._batch(number) for number in range(BATCHES)]
         self.sign = 1
@@ -63,15 +56,12 @@ class ModelWork(Workload):
         for name in ("model", "optimizer"):
             self.__dict__.pop(name, None)  # freed first
         torch.manual_seed(self.experiment.seed)
-        build: Any = Transformer
-        if self.about.huggingface is not None:
-            build = partial(Decoder, self.about.huggingface, dtype=self.dtype)
+        text, about = self.about.huggingface, (self.config, self.fn, self.about.recompute)
         with torch.device(self.me.device):
-            model: Transformer | Decoder = build(self.config, self.fn, self.about.recompute)
+            model = Transformer(*about) if text is None else Decoder(text, *about, self.dtype)
         self.model = model.to(DTYPES[self.spec.dtype]).to(self.dtype)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), self.about.learning_rate, BETAS, fused=self.me.device.type == "cuda"
-        )
+        options = self.about.learning_rate, BETAS
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), *options, fused=self.me.device.type == "cuda")
         self.steps = 0
         self.losses: list[Tensor] = []  # this rank's part of each step's
         self.release()
@@ -80,12 +70,10 @@ class ModelWork(Workload):
         """Of the attention of such a layer."""
         c, shape = self.config, self.batches[0].ids.shape
         sizes = (c.heads, c.head_dim), (c.key_heads, c.head_dim), (c.key_heads, c.value_dim)
-        q, k, v = (
-            torch.empty(*shape, *size, dtype=self.dtype, device=self.me.device, requires_grad=self.backward)
-            for size in sizes
-        )
-        options = {"mask": kind.mask, "softcap": kind.softcap, "scale": kind.scale}
-        return self.planned(q, k, v, options | {"sinks": q.new_zeros(c.heads) if kind.sinks else None})
+        about: dict[str, Any] = {"dtype": self.dtype, "device": self.me.device, "requires_grad": self.backward}
+        q, k, v = (torch.empty(*shape, *size, **about) for size in sizes)
+        sinks = q.new_zeros(c.heads) if kind.sinks else None
+        return self.planned(q, k, v, {"mask": kind.mask, "softcap": kind.softcap, "scale": kind.scale, "sinks": sinks})
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -115,23 +103,21 @@ class ModelWork(Workload):
         self.first = self.steps == 0
         batch = self.batches[self.steps % BATCHES]
         with torch.set_grad_enabled(self.backward):
-            if not self.backward:
-                self.logits = self.model(batch)
-                return
-            self.loss = profiling.layer("comp_loss", batch.loss, self.model(batch))
+            self.logits = self.model(batch)
+        if self.backward:
+            self.loss, self.logits = profiling.layer("comp_loss", batch.loss, self.logits), None
             self.losses.append(self.loss.detach())
 
     def outputs(self) -> dict[str, Tensor]:
         """Of the first step, each `[rows, 1, D]`: `loss`, and the gradient of each parameter by its name; without a backward
         each token's loss, less that of a uniform guess. Collective."""
-        if not self.first or (self.loss is None and self.logits is None):
-            return {}
-        if self.logits is not None:
+        if self.first and self.logits is not None:
             logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).flatten(0, 1)
             losses = F.cross_entropy(logits, self.batches[0].labels.flatten(), reduction="none")
             return {GUESSED: self.sign * self.less_guess(losses)}
-        gradients = {name: by_rows(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
-        if len(gradients) < len(list(self.model.parameters())):
+        parameters = dict(self.model.named_parameters())
+        gradients = {name: by_rows(p.grad) for name, p in parameters.items() if p.grad is not None}
+        if not self.first or self.loss is None or len(gradients) < len(parameters):
             return {}
         return {"loss": self.sign * self._whole_losses()[:1].view(1, 1, 1), **gradients}
 
@@ -180,6 +166,16 @@ class ModelWork(Workload):
         return notes
 
 
-def by_rows(x: Tensor) -> Tensor:
-    """A matrix as its rows `[rows, 1, D]`, a vector as one row."""
-    return x.detach().reshape(len(x) if x.dim() == 2 else 1, 1, -1)
+@cache
+def whole_text() -> Tensor:
+    """The bytes that models are trained on, int64 `[n]`. Not to be changed."""
+    text = resources.files("runner.measure").joinpath(TEXT).read_bytes()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+
+
+def excerpts(number: int, batch: int, tokens: int) -> Tensor:
+    """The `number`-th global batch of `batch` excerpts of `tokens` bytes, `[batch, tokens]`. Each begins where the one
+    before ends, and after the end of the text comes its beginning."""
+    whole = whole_text()
+    starts = (number * batch + torch.arange(batch)) * tokens
+    return whole[(starts[:, None] + torch.arange(tokens)) % len(whole)]

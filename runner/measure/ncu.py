@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from runner.config.experiment import Experiment
 from runner.launch.processes import search_path
+from runner.measure.statistics import Fields
 
 SECTOR = 32  # bytes
 COUNTERS = {  # our name: ncu's name, and bytes per unit
@@ -34,7 +35,7 @@ MARK = "spin_kernel"  # the kernel of torch.cuda._sleep, launched before each pa
 TIMEOUT_S = 300.0
 
 
-def count(spec: Experiment) -> dict[str, Any]:
+def count(spec: Experiment) -> Fields:
     """By pass, the bytes of all kernels and of each; or `unavailable` with the reason."""
     tool = shutil.which("ncu") or next((place for place in PLACES if Path(place).exists()), None)
     if tool is None:
@@ -54,28 +55,28 @@ def count(spec: Experiment) -> dict[str, Any]:
     return {"tool": f"ncu ({tool})", "passes": passes}
 
 
-def parse(lines: Iterable[str], mode: str) -> dict[str, dict[str, Any]]:
+def parse(lines: Iterable[str], mode: str) -> dict[str, Fields]:
     """Parses ncu's CSV, one line per kernel and metric; other lines are skipped."""
     names = {metric: (ours, unit) for ours, (metric, unit) in COUNTERS.items()}
-    kernels: dict[str, dict[str, Any]] = {}
-    for row in csv.DictReader(line for line in lines if line.startswith('"')):
-        ours, unit = names[row["Metric Name"]]
-        kernel = kernels.setdefault(row["ID"], {"kernel": row["Kernel Name"]})
-        kernel[ours] = int(float(row["Metric Value"].replace(",", ""))) * unit
-    passes: dict[str, list[dict[str, Any]]] = {}
+    kernels: dict[str, Fields] = {}
+    passes: dict[str, list[Fields]] = {}
     wanted = iter(mode.split("_"))
-    for kernel in kernels.values():
-        if MARK in kernel["kernel"]:
-            here = passes[next(wanted)] = []
-        elif passes:
-            here.append(kernel)
+    for row in csv.DictReader(line for line in lines if line.startswith('"')):
+        if row["ID"] not in kernels:
+            kernels[row["ID"]] = kernel = {"kernel": row["Kernel Name"]}
+            if MARK in row["Kernel Name"]:
+                ran = passes[next(wanted)] = []
+            elif passes:
+                ran.append(kernel)
+        ours, unit = names[row["Metric Name"]]
+        kernels[row["ID"]][ours] = int(float(row["Metric Value"].replace(",", ""))) * unit
     return {
         which: {name: sum(kernel[name] for kernel in ran) for name in COUNTERS} | {"kernels": ran}
         for which, ran in passes.items()
     }
 
 
-def _profiled(plain: dict[str, Any]) -> None:
+def _profiled(plain: Fields) -> None:
     """The process that ncu profiles: one iteration of an experiment on one GPU, after one that it does not see."""
     import torch
 

@@ -17,17 +17,17 @@ from numpy.typing import NDArray
 
 from attention.profiling import WHOLE, Recorder, Span, in_order, recording
 from runner.environment import boot_id
+from runner.measure.statistics import Fields
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.timing import LEAD_MS, Called, undisturbed
 from runner.measure.workload import Passes, Workload
 
-Row = dict[str, Any]  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
+Row = Fields  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
 Times = dict[str, NDArray[np.float64]]  # of a pass: by phase the ms of each iteration and rank; 0 where it had none
-STRAGGLER = 1.1  # times the median over the ranks
 ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass; all others overlap them
 
 
-def measure(work: Workload, runs: int) -> dict[str, Any]:
+def measure(work: Workload, runs: int) -> Fields:
     """`phase_rows`, `phases` and `comm` of the result, from all ranks."""
     me, watch = work.me, Stopwatch(work.me)
     recorder = Recorder(me.device, torch.cuda.nvtx.range if work.experiment.nvtx else None)
@@ -59,7 +59,6 @@ def measure(work: Workload, runs: int) -> dict[str, Any]:
         "comm": {
             "transport": work.transport.name,
             "bytes_received_by_rank": received_by_rank,
-            "bandwidth": bandwidths(by_pass, received_by_rank),
             "clocks": on_one_clock(rows, clocks),
         },
     }
@@ -110,7 +109,7 @@ def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
     return launched
 
 
-def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> dict[str, Any]:
+def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> Fields:
     """Changes `start_ms` and `stop_ms` of the rows, which are on each rank's clock, to ms since the first pass began.
     clocks: by rank, which clock it reads.
 
@@ -173,11 +172,11 @@ def _medians(times: NDArray[np.float64]) -> list[float]:
     return [median([x for x in ms if x] or [0.0]) for ms in times.T.tolist()]
 
 
-def summary(times: Times) -> dict[str, Any]:
+def summary(times: Times) -> Fields:
     """Of a pass, on the slowest rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch
-    overhead and gaps), the skew of compute between ranks, and stragglers. These are means over the same iterations, the
-    middle half by length of the pass, so they add up. Each phase also has its median, mean, deviation and total over all
-    iterations.
+    overhead and gaps), and the skew of compute between ranks. These are means over the same iterations, the
+    middle half by length of the pass, so they add up. Each phase also has its mean, deviation and total over all iterations,
+    and its median on each rank.
 
     comp_* and wait_* count every moment once (`shares`), so with `other` they add up to the pass; other phases overlap them."""
     totals = _medians(times[WHOLE])
@@ -187,53 +186,28 @@ def summary(times: Times) -> dict[str, Any]:
     middle = {name: ms[ordered].mean(0).tolist() for name, ms in times.items()}  # by rank
     total = middle[WHOLE][slowest]
 
-    def sums(prefix: str) -> list[float]:
+    def by_rank(prefix: str) -> list[float]:
         return [sum(ms[rank] for name, ms in middle.items() if name.startswith(prefix)) for rank in range(len(totals))]
 
-    def share(ms: float) -> float:
-        return ms / total if total else 0.0
-
-    def phase(name: str) -> dict[str, Any]:
-        every, by_rank = times[name][:, slowest].tolist(), _medians(times[name])
+    phases = {}
+    for name in in_order(name for name, ms in times.items() if name != WHOLE and ms[:, slowest].any()):
+        every, ms = times[name][:, slowest].tolist(), middle[name][slowest]
         spread = {"mean_ms": fmean(every), "deviation_ms": pstdev(every), "total_ms": sum(every)}
-        ms = middle[name][slowest]
-        return {"ms": ms, "share": share(ms), "median_ms": by_rank[slowest], **spread, "by_rank_ms": by_rank}
-
-    names = in_order(name for name, ms in times.items() if name != WHOLE and ms[:, slowest].any())
-    computes, waits = sums("comp_"), sums("wait_")
+        phases[name] = {"ms": ms, "share": ms / total, **spread, "by_rank_ms": _medians(times[name])}
+    computes, waits = by_rank("comp_"), by_rank("wait_")
     compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
     return {
         "rank": slowest,
         "iterations": iterations,
         "total_ms": total,
-        "phases": {name: phase(name) for name in names},
+        "phases": phases,
         "compute_ms": compute,
         "exposed_communication_ms": exposed,
-        "transfer_ms": sums("comm_")[slowest],
         "other_ms": total - compute - exposed,
-        "compute_share": share(compute),
-        "communication_share": share(exposed),
-        "other_share": share(total - compute - exposed),
+        "compute_share": compute / total,
+        "communication_share": exposed / total,
+        "other_share": (total - compute - exposed) / total,
         "compute_by_rank_ms": computes,
         "exposed_by_rank_ms": waits,
         "skew": (max(computes) - min(computes)) / usual if usual else 0.0,
-        "stragglers": [rank for rank, ms in enumerate(computes) if usual and ms > STRAGGLER * usual],
     }
-
-
-def bandwidths(passes: dict[str, Times], received: Sequence[dict[str, dict[str, int]]]) -> dict[str, Any]:
-    """For each pass and kind of transfer, on the rank that receives most: bytes, ms of the transfer (its `comm_*`
-    phase, including waits for late ranks), and the bandwidths of nccl-tests in GB/s. busbw counts the bytes that arrive
-    at a rank; algbw is busbw W / (W - 1). passes: of `times_of`. received: by rank, pass and kind."""
-    world = len(received)
-    result: dict[str, dict[str, Any]] = {}
-    for which, times in passes.items():
-        for what in dict.fromkeys(kind for rank in received for kind in rank[which]):
-            sizes = [rank[which].get(what, 0) for rank in received]
-            size, rank = max(sizes), sizes.index(max(sizes))
-            ms = _medians(times[f"comm_{what}"])[rank] if f"comm_{what}" in times else 0.0
-            if size and ms:
-                busbw = size / ms / 1e6
-                rates = {"busbw_gb_s": busbw, "algbw_gb_s": busbw * world / (world - 1)}
-                result.setdefault(which, {})[what] = {"rank": rank, "bytes": size, "ms": ms, **rates}
-    return result

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from attention.gpu import private
 from attention.profiling import WHOLE, Recorder
 from runner.launch.files import write
 from runner.measure.phases import Row, host_clock, on_one_clock, record
+from runner.measure.statistics import Fields
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.timing import Called
 from runner.measure.workload import Workload
@@ -58,7 +60,7 @@ class Event(NamedTuple):
     kind: str
 
 
-def events_of(trace: Iterable[dict[str, Any]], device: str) -> list[Event]:
+def events_of(trace: Iterable[Fields], device: str) -> list[Event]:
     """The events of a trace (Chrome format) that count, in the order in which they began."""
     events = []
     for event in trace:
@@ -79,7 +81,7 @@ def _kind(category: str, name: str, device: str) -> str | None:
     return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
 
 
-def analyse(events: Sequence[Event], waits: Sequence[Sequence[Span]] = (), runs: int = 1) -> dict[str, Any]:
+def analyse(events: Sequence[Event], waits: Sequence[Sequence[Span]] = (), runs: int = 1) -> Fields:
     """ms an iteration, of `runs`, of one rank's events. waits: for each pass, when its compute stream waited for a transfer, in
     ms since the pass was aligned."""
     spans: dict[str, list[Span]] = defaultdict(list)
@@ -131,13 +133,12 @@ def kernel_times(events: Sequence[Event], order: Sequence[str]) -> tuple[list[Ro
     begins = begins[-len(order) :]
     if len(begins) < len(order):
         return [], 0
-    kernels = [event for event in events if event.kind in ("compute", "communication")]
-    kernels = [event for event in kernels if event.span[0] >= begins[0][0]]
+    starts = [start for start, _ in begins]
+    kernels = [event for event in events if event.kind in ("compute", "communication") and event.span[0] >= starts[0]]
     longest = set(sorted(kernels, key=lambda event: event.span[0] - event.span[1])[:MOST_TIMES])
     rows: list[Row] = []
-    ends = [start for start, _ in begins[1:]] + [float("inf")]
-    for which, (start, stop), end in zip(order, begins, ends, strict=True):
-        within = [event for event in kernels if start <= event.span[0] < end]
+    for number, (which, (start, stop)) in enumerate(zip(order, begins, strict=True)):
+        within = [event for event in kernels if bisect_right(starts, event.span[0]) == number + 1]
         whole = Event((start, max([stop, *(event.span[1] for event in within)])), WHOLE, WHOLE)
         for (a, b), name, kind in [whole, *filter(longest.__contains__, within)]:
             times = {"start_ms": a / 1e3, "stop_ms": b / 1e3}
@@ -158,11 +159,11 @@ def together(by_rank: Sequence[list[Row]], bases_ns: Sequence[int], clocks: Sequ
     return rows
 
 
-def profile(work: Workload, runs: int, folder: Path | None) -> dict[str, Any]:
+def profile(work: Workload, runs: int, folder: Path | None) -> Fields:
     """`profile`, `kernel_times` and `traces` of the result, from `runs` iterations on every rank. Each rank writes its trace into
     `folder`, on its node. Raises OSError when the disk is full."""
     me, watch = work.me, Stopwatch(work.me)
-    activities, more = [ProfilerActivity.CPU, ProfilerActivity.CUDA], dict[str, Any]()
+    activities, more = [ProfilerActivity.CPU, ProfilerActivity.CUDA], Fields()
     if not watch.on_gpu:
         activities, more = activities[:1], private.profile_all_threads()  # the transport has its own thread
     ranges = torch.profiler.record_function

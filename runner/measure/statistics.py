@@ -11,6 +11,9 @@ from itertools import chain, pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
+import numpy as np
+
+Fields = dict[str, Any]  # of a result, as in result.json
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 Rounds = Sequence[Sequence[float]]  # ms, by round
 NOISY = 0.05  # IQR over median
@@ -82,9 +85,8 @@ def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple
 
 def too_few(n: int) -> str | None:
     """Why `n` samples give no interval of the median, or None."""
-    if n >= INTERVAL_SAMPLES:
-        return None
-    return f"{n} sample{'s' if n > 1 else ''}: a 95% interval of the median needs {INTERVAL_SAMPLES}"
+    few = f"{n} sample{'s' if n > 1 else ''}: a 95% interval of the median needs {INTERVAL_SAMPLES}"
+    return few if n < INTERVAL_SAMPLES else None
 
 
 def summarize(samples: Sequence[float]) -> PassTimes:
@@ -103,7 +105,7 @@ def summarize(samples: Sequence[float]) -> PassTimes:
         min=ordered[0],
         max=ordered[-1],
         mean=fmean(ordered),
-        std=stdev(ordered) if len(ordered) > 1 else 0.0,
+        std=stdev(ordered) if ordered[1:] else 0.0,
         iqr_over_median=spread,
         ci95=median_interval(ordered),
         outliers=sum(x < q1 - 1.5 * iqr or x > q3 + 1.5 * iqr for x in ordered),
@@ -119,8 +121,7 @@ def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_
     n = len(samples)
     if n < TREND_SAMPLES:
         return None
-    half = n // 2
-    if abs(median(samples[n - half :]) - median(samples[:half])) <= least * median(samples):
+    if abs(median(samples[-(n // 2) :]) - median(samples[: n // 2])) <= least * median(samples):
         return False
     score, earlier = 0, list[float]()
     for x in samples:
@@ -130,14 +131,13 @@ def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_
     variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
     if not variance:
         return False
-    z = max(0, abs(score) - 1) / math.sqrt(variance)
-    return math.erfc(z / math.sqrt(2)) < chance
+    return math.erfc(max(0, abs(score) - 1) / math.sqrt(2 * variance)) < chance
 
 
 def settled(samples: Sequence[float], precision: float, least: int) -> bool:
     """Whether the median is known to within `precision` of itself with 95% confidence."""
     interval = median_interval(sorted(samples)) if len(samples) >= least else None
-    return interval is not None and (interval[1] - interval[0]) / 2 <= precision * median(samples)
+    return interval is not None and interval[1] - interval[0] <= 2 * precision * median(samples)
 
 
 def dependence(rounds: Rounds) -> float:
@@ -162,29 +162,28 @@ def ratio_interval(a: Rounds, b: Rounds, paired: bool = False) -> tuple[float, f
     is not above zero."""
     if not all(min(chain.from_iterable(x), default=0) > 0 for x in (a, b)):
         return None
+    sides = [[[math.log(ms) for ms in one] for one in rounds] for rounds in (a, b)]
     if paired and len(a) == len(b) > 1:
-        common = [math.sqrt(median(x) * median(y)) for x, y in zip(a, b, strict=True)]
-        a, b = ([[ms / by for ms in one] for one, by in zip(x, common, strict=True)] for x in (a, b))
-    sides = []
-    for rounds in (a, b):
+        common = [(median(x) + median(y)) / 2 for x, y in zip(*sides, strict=True)]
+        sides = [[[x - by for x in one] for one, by in zip(rounds, common, strict=True)] for rounds in sides]
+    ratio, bounds = 0.0, []
+    for rounds in sides:
         ordered = sorted(chain.from_iterable(rounds))
         interval = median_interval(ordered)
         if interval is None:
             return None
-        middle, widened = math.log(quantile(ordered, 0.5)), math.sqrt(dependence(rounds))
-        sides.append((middle, widened * (middle - math.log(interval[0])), widened * (math.log(interval[1]) - middle)))
-    (one, one_below, one_above), (other, other_below, other_above) = sides
-    ratio = other - one
+        ratio, widened = median(ordered) - ratio, math.sqrt(dependence(rounds))
+        bounds.append([widened * (end - median(ordered)) for end in interval])
+    (one_below, one_above), (other_below, other_above) = bounds
     return math.exp(ratio - math.hypot(other_below, one_above)), math.exp(ratio + math.hypot(other_above, one_below))
 
 
 def slowest(by_rank: Sequence[Samples]) -> Samples:
     """The maximum over the ranks of each iteration's time, by pass; `total` is the maximum of a whole iteration."""
-    passes = list(by_rank[0])
-    result = {which: [max(ms) for ms in zip(*(rank[which] for rank in by_rank), strict=True)] for which in passes}
-    if len(passes) > 1:
-        totals = [[sum(ms) for ms in zip(*rank.values(), strict=True)] for rank in by_rank]
-        result["total"] = [max(ms) for ms in zip(*totals, strict=True)]
+    times = np.array([[*samples.values()] for samples in by_rank])  # [ranks, passes, iterations]
+    result = dict(zip(by_rank[0], times.max(0).tolist(), strict=True))
+    if len(result) > 1:
+        result["total"] = times.sum(1).max(0).tolist()
     return result
 
 
@@ -193,13 +192,12 @@ def precise(by_rank: Sequence[Samples], precision: float, least: int) -> bool:
     return all(settled(ms, precision, least) for ms in slowest(by_rank).values())
 
 
-def of_ranks(by_rank: Sequence[Samples], empty_ms: float) -> dict[str, Any]:
+def of_ranks(by_rank: Sequence[Samples], empty_ms: float) -> Fields:
     """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, `no_ci95`, and the overhead of timing,
     `empty_ms`, relative to the shortest pass."""
     passes, *ranks = (
         {which: asdict(summarize(ms)) for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
     )
-    least = min(times["median"] for times in passes.values())
-    share = empty_ms / least if least else 0.0
+    share = empty_ms / min(times["median"] for times in passes.values())
     about = {"overhead_ms": empty_ms, "overhead_share": share, "overhead_high": share > OVERHEAD}
     return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"]["n"]), **about}

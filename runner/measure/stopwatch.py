@@ -16,13 +16,13 @@ CYCLES_A_MS = 2_000_000  # GPU clock cycles per ms, roughly
 
 
 class Stopwatch:
-    """Events on the current stream of a GPU, or the CPU's clock. alone: only this rank times. lead_ms: how long `align` keeps a GPU
+    """Events on the current stream of a GPU, or the CPU's clock. lead_ms: how long `align` keeps a GPU
     busy first, so that every rank's CPU is ahead when the ranks start; a replay of some tens of µs would otherwise wait for
     the slowest CPU."""
 
-    def __init__(self, me: Rank, alone: bool = False, lead_ms: float = 0.0):
+    def __init__(self, me: Rank, lead_ms: float = 0.0):
         self.me, self.lead_ms = me, lead_ms
-        self.on_gpu, self.together = me.device.type == "cuda", not alone and me.world > 1
+        self.on_gpu = me.device.type == "cuda"
         self.token = torch.zeros(1, dtype=torch.uint8, device=me.device)
 
     def align(self) -> None:
@@ -30,7 +30,7 @@ class Stopwatch:
         It is a minimum over uint8, which no variant uses, so a profile can tell it apart."""
         if self.lead_ms:
             private.sleep_cycles(int(self.lead_ms * CYCLES_A_MS))
-        if self.together:
+        if self.me.world > 1:
             if self.on_gpu:
                 dist.all_reduce(self.token, dist.ReduceOp.MIN)
             else:
@@ -43,14 +43,6 @@ class Stopwatch:
         """Waits until all marks are reached."""
         if self.on_gpu:
             torch.cuda.synchronize(self.me.device)
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value of each rank that times, on all of them."""
-        return self.me.gather(value) if self.together else [value]
-
-    def agree(self, value: Any) -> Any:
-        """The first rank's value, on all ranks that time."""
-        return self.me.agree(value) if self.together else value
 
     def around(self, run: Callable[..., object], *arguments: Any) -> tuple[Any, Any]:
         """The marks before and after `run`, which all ranks start together."""

@@ -20,7 +20,9 @@ from attention.profiling import elapsed_ms
 from runner import environment
 from runner.launch.rank import Rank
 from runner.measure import statistics
-from runner.measure.statistics import Samples
+from runner.measure.attention_work import Layers
+from runner.measure.sampler import summary
+from runner.measure.statistics import Fields, Samples
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Passes, Workload
 
@@ -112,7 +114,7 @@ class Timer:
                 longest, each_ms = more, (now - began) * 1e3 / more
             done += more
             lacking = math.ceil(done * (at_least_ms / (now - start) / 1e3 - 1))
-            more = self.watch.agree(min(max(0, lacking), done))
+            more = self.watch.me.agree(min(max(0, lacking), done))
         further, settled = self.settle(settle_ms if done else 0.0, each_ms)
         return Warmed(done + further, each_ms, settled)
 
@@ -123,7 +125,7 @@ class Timer:
         first."""
         done, level = 0, False
         for samples in self.batches(1 if each_ms is None else int(cap_ms / each_ms), WINDOW, cap_ms):
-            latest = self.watch.gather({which: ms[-WINDOW:] for which, ms in samples.items()})
+            latest = self.watch.me.gather({which: ms[-WINDOW:] for which, ms in samples.items()})
             done = len(samples[self.work.passes[0]])
             level = not any(statistics.trend(ms, chance=WINDOW_CHANCE) for ms in statistics.slowest(latest).values())
             if done >= WINDOW and level:
@@ -135,7 +137,7 @@ class Timer:
         enough, or no batch fits in the time."""
         met = False
         for samples in self.batches(least, min(BATCH, least), cap_ms):
-            met = statistics.precise(self.watch.gather(samples), precision, least)
+            met = statistics.precise(self.watch.me.gather(samples), precision, least)
             if met:
                 break
         return samples, met
@@ -145,7 +147,7 @@ class Timer:
         the others is what still fits in the time; equal on all ranks."""
         samples: Samples = {which: [] for which in self.work.passes}
         start = time.perf_counter()
-        runs = self.watch.agree(min(first, most) if cap_ms > 0 else 0)
+        runs = self.watch.me.agree(min(first, most) if cap_ms > 0 else 0)
         while runs:
             began = time.perf_counter()
             for which, ms in self.sample(runs).items():
@@ -153,7 +155,7 @@ class Timer:
             yield samples
             now = time.perf_counter()
             fitting = int((cap_ms / 1e3 - (now - start)) / (now - began) * runs)
-            runs = self.watch.agree(max(0, min(fitting, most)))
+            runs = self.watch.me.agree(max(0, min(fitting, most)))
 
     def sample(self, runs: int) -> Samples:
         """`runs` iterations, with each pass aligned over the ranks and between marks; one synchronisation at the end."""
@@ -203,21 +205,25 @@ class Graphed:
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work.run(which)
         torch.cuda.current_stream().wait_stream(stream)
-        self.work, self.left = work, work.left  # keeps the captured tensors alive
+        self.work, self.left = (
+            work,
+            {name: vars(work)[name] for name in work.results},
+        )  # keeps the captured tensors alive
 
     def run(self, which: str) -> None:
         self.graphs[which].replay()
-        self.work.left = self.left  # the graph has rewritten these tensors
+        vars(self.work).update(self.left)  # the graph has rewritten these tensors
 
 
-def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[dict[str, Any], Passes]:
+def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[Fields, Passes]:
     """`samples` and `timing` of the result, and the passes that were sampled. iteration_s: seconds that one iteration should
     take. phase: what the ranks announce."""
     me, options, layers = work.me, work.experiment.timing, work.experiment.timing.layers
     by_graphs = options.method == "cudagraph"
     passes: Passes = Graphed(work) if by_graphs else sampled_passes(work)
     watch = Stopwatch(me, lead_ms=LEAD_MS if by_graphs else 0.0)
-    note: dict[str, Any] = {}
+    note: Fields = {"method": options.method, "unit": "ms", "flush_l2": options.flush_l2}
+    note |= {"layers": layers, "new_packs": options.new_packs}
     if options.method == "simple":
         me.say(phase, iteration_s * options.timing_runs)  # one stretch that announces nothing
         mine = simple(work, watch, options.timing_runs)
@@ -230,19 +236,19 @@ def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[
                 mine, note["precision_met"] = timer.adaptive(*limits)
             else:
                 mine = timer.sample(options.timing_runs)
-        back_to_back = [ms / layers for ms in me.gather(warmed.back_to_back_ms) if ms is not None]
         note |= {"warmup_iterations": warmed.iterations, "warmup_settled": warmed.settled}
-        note["back_to_back_ms"] = max(back_to_back, default=None)
+        each_ms = warmed.back_to_back_ms  # None on all ranks or on none
+        note["back_to_back_ms"] = each_ms and max(me.gather(each_ms)) / layers
     samples = me.gather({which: [ms / layers for ms in times] for which, times in mine.items()})
     times = statistics.of_ranks(samples, overhead_ms(watch) / layers)
-    about = {"flush_l2": options.flush_l2, "layers": layers, "new_packs": options.new_packs, "do_bench": None}
-    return {"samples": samples, "timing": {"method": options.method, "unit": "ms", **times, **about, **note}}, passes
+    return {"samples": samples, "timing": note | times}, passes
 
 
-def sampled_passes(work: Workload) -> Passes:
-    """The passes that are sampled: the work's, or those of several layers."""
+def sampled_passes(work: Any) -> Passes:
+    """The passes that are sampled: those of the workload, or of several layers of attention."""
     layers, new_packs = work.experiment.timing.layers, work.experiment.timing.new_packs
-    return work if layers == 1 and not new_packs else work.layered(layers, new_packs)
+    passes: Passes = work if layers == 1 and not new_packs else Layers(work, layers, new_packs)
+    return passes
 
 
 def flush_buffer(work: Workload) -> Tensor | None:
@@ -252,22 +258,21 @@ def flush_buffer(work: Workload) -> Tensor | None:
     return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=work.me.device) if is_flushed else None
 
 
-def by_do_bench(work: Workload, iteration_s: float) -> dict[str, dict[str, Any]]:
+def by_do_bench(work: Workload, iteration_s: float) -> dict[str, Fields]:
     """`timing.do_bench`: each pass by triton.testing.do_bench and by our sampling under the same conditions, medians in ms: that pass
     alone, in turns, with the same L2 flush, and an equal warm-up without a pause after it, since a GPU at its power limit sets
-    its clocks by the load just before. `ratio` is the median over our turns, each against do_bench's turns before and after
-    it, since clocks drift. The headline times differ: they alternate forward and backward, as training does."""
+    its clocks by the load just before. The headline times differ: they alternate forward and backward, as training does."""
     compared = {which: _in_turns(work, which, iteration_s) for which in work.passes}
     work.release()
     return compared
 
 
-def _in_turns(work: Workload, which: str, iteration_s: float) -> dict[str, Any]:
+def _in_turns(work: Workload, which: str, iteration_s: float) -> Fields:
     from triton.testing import do_bench
 
     work.run("forward")
     alone = Called((which,), lambda _: work.repeat(which, 1))
-    timer = Timer(alone, Stopwatch(work.me, alone=True), iteration_s=iteration_s, flush=flush_buffer(work))
+    timer = Timer(alone, Stopwatch(work.me), iteration_s=iteration_s, flush=flush_buffer(work))
     theirs: list[float] = []
     ours: list[float] = []
     with undisturbed():
@@ -279,17 +284,14 @@ def _in_turns(work: Workload, which: str, iteration_s: float) -> dict[str, Any]:
                 ours.append(median(timer.sample(runs)[which]))
             work.me.say("timing", iteration_s)
             theirs.append(do_bench(partial(iterate, alone), warmup=500, rep=500, return_mode="median"))
-    by_turn = [2 * x / (a + b) for x, a, b in zip(ours, theirs, theirs[1:], strict=False)]
-    times = {"do_bench_ms": median(theirs), "ours_ms": median(ours), "ratio": median(by_turn)}
-    return times | {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
+    turns = {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
+    return {"do_bench_ms": median(theirs), "ours_ms": median(ours), **turns}
 
 
-def clocks(me: Rank, sampled: dict[str, Any]) -> dict[str, Any]:
-    """What each node's `sampler.sampling` found, for the GPUs that the ranks use."""
+def clocks(me: Rank, sampled: Fields) -> Fields:
+    """What each node's `sampler.sampling` sampled, of the GPUs that the ranks use."""
     used = me.gather(environment.gpu_uuid(me.device)) if me.device.type == "cuda" else []
-    nodes = [node for node in me.gather(sampled) if node]
-    common = {key: next((node[key] for node in nodes if key in node), None) for key in ("period_ms", "unavailable")}
-    devices = [
-        {"device": name, **entry} for node in nodes for name, entry in node.get("of", {}).items() if name in used
-    ]
-    return {**common, "by_device": devices}
+    gpus = [{"device": gpu, **summary(series)} for gpu, series in sampled.get("gpus", {}).items() if gpu in used]
+    nodes = me.gather({key: sampled.get(key) for key in ("period_ms", "unavailable")} | {"by_device": gpus})
+    first = next((node for node in nodes if node["period_ms"]), nodes[0])
+    return {**first, "by_device": [entry for node in nodes for entry in node["by_device"]]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
@@ -51,17 +51,17 @@ def build(experiment: Experiment, group: Any = None) -> ContextParallel:
 def alone(experiment: Experiment) -> ContextParallel:
     """The same global call on one device, within a world of several."""
     chosen = variant(experiment.variant)
-    options = chosen.parse(experiment.options)
-    # the other ranks do not make these calls: no agreement
-    fn = ContextParallel(
-        Settings(chosen, options, experiment.kernel, "auto", experiment.deterministic, "none", 0.0, False)
-    )
+    about = chosen.parse(experiment.options), experiment.kernel, "auto", experiment.deterministic, "none"
+    fn = ContextParallel(Settings(chosen, *about, 0.0, False))  # the other ranks do not make these calls: no agreement
     fn.world, fn.rank = 1, 0
     return fn
 
 
 class Workload:
     """A rank's share of the work: inputs, and passes over them that can be timed and compared with a reference.
+
+    fn: by default what `build` makes. dtype: of the computation, if it is not the run's. Raises UnsupportedHere if the kernel cannot
+    do the call.
 
     results: the attributes with the last iteration's results. plans: of its attention calls, the first one for the result.
     has_phases: whether its phases and the bytes that it moves are known."""
@@ -70,12 +70,23 @@ class Workload:
     passes: tuple[str, ...]
     inputs: Any  # a list of tensors
     plans: list[Plan]
+    # within the context the inputs are those of another packed batch, times the sign; gives its call
+    new_pack: Callable[[int], AbstractContextManager[AttentionCall]]
 
-    def __init__(self, me: Rank, experiment: Experiment, fn: ContextParallel | None):
+    def __init__(
+        self, me: Rank, experiment: Experiment, fn: ContextParallel | None = None, dtype: torch.dtype | None = None
+    ):
         self.me, self.experiment, self.spec = me, experiment, experiment.workload
         self.fn = build(experiment) if fn is None else fn
+        self.dtype = DTYPES[self.spec.dtype] if dtype is None else dtype
         self.backward = experiment.backward
         self.has_phases = not experiment.is_peer
+        self.prepare()
+        self.release()
+
+    def prepare(self) -> None:
+        """Makes the inputs and the plans."""
+        raise NotImplementedError
 
     def planned(self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> Plan:
         """The plan of a call. Raises UnsupportedHere if the kernel cannot do it."""
@@ -134,33 +145,15 @@ class Workload:
         parameters of the heads: `[1, H, 1]`); empty after `release`."""
         raise NotImplementedError
 
-    @property
-    def left(self) -> list[Any]:
-        """The last iteration's results; settable, because a CUDA graph writes them in place."""
-        return [getattr(self, name) for name in self.results]
-
-    @left.setter
-    def left(self, left: list[Any]) -> None:
-        for name, value in zip(self.results, left, strict=True):
-            setattr(self, name, value)
-
     def release(self) -> None:
         """Drops the results, so that their memory does not count for what comes next."""
-        self.left = [None] * len(self.results)
+        vars(self).update(dict.fromkeys(self.results))
 
     def negate(self) -> None:
         """Changes the sign of all inputs, in place: every output but those of `EVEN` changes its sign."""
         with torch.no_grad():
             for x in self.inputs:
                 x.neg_()
-
-    def layered(self, layers: int, new_packs: bool) -> Passes:
-        """The passes of a model with so many layers; with `new_packs` each iteration has another packed batch."""
-        raise AssertionError("refused by the rules of models")
-
-    def new_pack(self, sign: int) -> AbstractContextManager[AttentionCall]:
-        """Within the context the inputs are those of the first other packed batch of `layered`, times the sign. Gives its call."""
-        raise AssertionError("refused by the rules of models")
 
     def more(self) -> dict[str, Any]:
         """Further fields of the result, after the timing. Collective."""
@@ -169,3 +162,8 @@ class Workload:
     def rows(self, name: str) -> Tensor:
         """The token of each row of this rank's shard of an output, int64 on the CPU."""
         raise NotImplementedError
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """A matrix as its rows `[rows, 1, D]`, a vector as one row."""
+    return x.detach().reshape(len(x) if x.dim() == 2 else 1, 1, -1)

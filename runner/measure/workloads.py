@@ -8,9 +8,8 @@ from attention.variants.registry import variant
 from runner.config.experiment import Experiment
 from runner.config.variants import ON_ONE_DEVICE
 from runner.launch.rank import Rank
-from runner.measure.attention_work import AttentionWork
+from runner.measure.attention_work import AttentionWork, ModuleWork
 from runner.measure.model_work import ModelWork
-from runner.measure.module_work import ModuleWork
 from runner.measure.workload import Workload, alone
 
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -85,7 +86,9 @@ def test_our_timing_agrees_with_do_bench(tmp_path):
     assert done.returncode == 0, done.stderr
     assert value["correctness"]["timed"]["last"].keys() == {"out", "dq", "dk", "dv"}  # before do_bench's own calls
     for found in value["timing"]["do_bench"].values():
-        assert found["ratio"] == pytest.approx(1, rel=0.01), found
+        ours, theirs = found["ours_turns_ms"], found["do_bench_turns_ms"]  # in turns, since clocks drift
+        ratios = [2 * x / (a + b) for x, a, b in zip(ours, theirs, theirs[1:], strict=False)]
+        assert median(ratios) == pytest.approx(1, rel=0.01), found
 
 
 def test_a_model_of_transformers_passes_its_gate_and_is_timed(tmp_path):

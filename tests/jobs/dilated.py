@@ -146,7 +146,7 @@ def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
     """Why the check of a module's run fails: as it is, after the timing, and with each of three faults."""
     from runner.check import gate
     from runner.config.experiment import Experiment
-    from runner.measure.module_work import ModuleWork
+    from runner.measure.attention_work import ModuleWork
 
     spec = Experiment.from_plain(experiment)
     work = ModuleWork(me, spec)

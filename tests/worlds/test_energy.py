@@ -15,17 +15,25 @@ from tests.worlds.test_job import SHORT, SIZES, measured
 MS = 1000  # mJ of a joule
 
 
-def test_power_is_the_energy_between_changes_of_the_counter_over_their_time():
-    # 400 W, read 3 ms after each change: neither end of the window adds a part of a period
-    changes = [(5.003 + 0.1 * i, 40 * MS * i) for i in range(11)]
-    assert energy.power(changes, 0.0) == pytest.approx(400.0)
-    assert energy.power(changes[:3], 0.0) is None and energy.power([], 0.0) is None
+IDLE, BUSY = (
+    [(10.0 + 0.1 * i, 7 * MS * i) for i in range(3)],
+    [(10.3 + 0.1 * i, 21 * MS + 50 * MS * i) for i in range(10)],
+)
 
 
-def test_changes_before_the_counter_shows_the_work_do_not_count():
-    idle = [(10.0 + 0.1 * i, 7 * MS * i) for i in range(3)]
-    busy = [(10.3 + 0.1 * i, 21 * MS + 50 * MS * i) for i in range(10)]
-    assert energy.power(idle + busy, 10.0) == pytest.approx(500.0, rel=1e-2)
+@pytest.mark.parametrize(
+    ("readings", "begin", "watts"),
+    [
+        # 400 W, read 3 ms after each change: neither end of the window adds a part of a period
+        ([(5.003 + 0.05 * i, 40 * MS * (i // 2)) for i in range(22)], 0.0, 400.0),
+        ([(5.003 + 0.1 * i, 40 * MS * i) for i in range(3)], 0.0, None),  # too short
+        ([(0.0, 1), (0.1, 1)], 0.0, None),  # no change
+        (IDLE + BUSY, 10.0, 500.0),  # before the counter shows the work nothing counts
+    ],
+)
+def test_power_is_the_energy_between_changes_of_the_counter_over_their_time(readings, begin, watts):
+    power = energy.power(*zip(*readings, strict=True), begin)
+    assert power == (watts and pytest.approx(watts, rel=1e-2))
 
 
 def test_the_energy_of_a_call_is_that_of_all_gpus():
@@ -49,12 +57,6 @@ def test_a_counter_that_could_not_be_read_is_a_reason():
     result = Result.of(recorded.measured("ring") | {"energy": lacking})
     assert result.energy and display.energy_text(result.energy).startswith("no energy: the counter of rank 1")
     assert summary.row(result)["joules_per_token"] is None and not set(recorded.unnamed(lacking))
-
-
-def test_only_changes_of_a_counter_are_kept_with_the_first_reading():
-    times = [0.0, 0.1, 0.2, 0.3]
-    readings = [{"a": 1}, {"a": 1, "b": 5}, {"a": 4, "b": 5}, {"a": 4, "b": 6}]
-    assert sampler.changes(times, readings) == {"a": [(0.0, 1), (0.2, 4)], "b": [(0.1, 5), (0.3, 6)]}
 
 
 @pytest.mark.slow

@@ -21,22 +21,13 @@ from tests.jobs import models  # noqa: E402
 from tests.jobs.huggingface import MODELS, SHAPE  # noqa: E402
 from tests.support.composing import resolved  # noqa: E402
 
-SIZES = (
-    "model.layers=2",
-    "model.hidden=32",
-    "model.mlp=64",
-    "model.vocabulary=256",
-    "heads=4",
-    "kv_heads=2",
-    "head_dim=8",
-)
 RUN = ("model=hf", "hardware=cpu", "world_size=2", "batch=2", "seq_len=64", "dtype=fp32")
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ONE = (*RUN, "world_size=1", "attention=dense")
 PLAIN = (
     "llama", "qwen2", "qwen3", "gemma", "phi3", "olmo2", "glm4", "granite", "smollm3", "starcoder2", "cohere2", "gpt_neox",
     "seed_oss", "phi",
 )  # fmt: skip
-# A configuration with these, beside SIZES
+# the configuration of each type, beside SHAPE
 TYPES = {
     **{kind: {} for kind in PLAIN},
     "mistral": {"sliding_window": 16},
@@ -44,140 +35,114 @@ TYPES = {
     "gemma3_text": MODELS["gemma3"][1],
     "gpt_oss": MODELS["gpt_oss"][1],
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
-    "qwen3_moe": EXPERTS | {"num_experts": 4},
+    "qwen3_moe": {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4},
     "deepseek_v2": MODELS["deepseek_v3"][1],
     "deepseek_v3": MODELS["deepseek_v3"][1] | {"num_hidden_layers": 3},
     "gpt2": {"n_inner": 48},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
-OLD = transformers.__version__ < "5"
-NO_FP64 = {"deepseek_v3"} if OLD else set()  # its experts have none
+NO_FP64 = {"deepseek_v3"} if transformers.__version__ < "5" else set()  # its experts have none
+SHOWN = ("mixtral", "gpt_oss", "deepseek_v3", "gpt2")  # in every run of the tests
+
+
+def types(*shown: str):
+    """All types; those that are not shown at night."""
+    return [kind if kind in shown else pytest.param(kind, marks=pytest.mark.nightly) for kind in TYPES]
 
 
 @pytest.fixture
 def config(tmp_path):
-    """The file of a tiny model by its type."""
+    """The file of a tiny model by its type, without the dropouts that the type has by default."""
 
-    def written(kind, **more):
-        path = tmp_path / f"{kind}.json"
+    def written(kind, dropout=False, **more):
+        defaults = transformers.AutoConfig.for_model(kind).to_dict()
+        dropouts = {name: 0.0 for name, x in defaults.items() if x and ("dropout" in name or name.endswith("_pdrop"))}
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-        path.write_text(json.dumps(SHAPE | tokens | {"vocab_size": 256, "model_type": kind} | TYPES[kind] | more))
+        about = SHAPE | tokens | {"vocab_size": 256, "model_type": kind} | TYPES[kind] | more
+        path = tmp_path / f"{kind}.json"
+        path.write_text(json.dumps(about | ({} if dropout else dropouts)))
         return f"model.config={path}"
 
     return written
 
 
-def without(kind):
-    """The dropouts that a type has by default, as 0."""
-    defaults = transformers.AutoConfig.for_model(kind).to_dict()
-    return {name: 0.0 for name, x in defaults.items() if x and ("dropout" in name or name.endswith("_pdrop"))}
+@pytest.mark.parametrize("kind", types("gpt_oss"))
+def test_the_gate_passes_models_of_transformers(in_world, config, kind):
+    if kind in NO_FP64:
+        pytest.skip("its experts have no fp64")
+    spec = resolved(*RUN, config(kind), "attention=ring").plain()
+    assert in_world(models.each_gated, 2, experiments={kind: spec}) == {kind: None}
 
 
-GATED = {"llama", "mistral", "mixtral", "gemma2", "gpt_oss", "deepseek_v3", "gpt2", "opt", "gpt_neox"} - NO_FP64
-
-
-@pytest.mark.slow
-def test_the_gate_passes_models_of_transformers(in_world, config):
-    specs = {kind: resolved(*RUN, config(kind, **without(kind)), "attention=ring").plain() for kind in sorted(GATED)}
-    assert in_world(models.each_gated, 2, experiments=specs) == dict.fromkeys(specs)
-
-
-def test_many_types_are_understood_and_have_the_phases_of_a_model(config):
+@pytest.mark.parametrize("kind", types(*SHOWN))
+def test_types_are_understood_with_the_phases_of_a_model_and_its_flops(config, kind):
     """Their layers attend as their configurations were read, else the forward would be refused."""
-    for kind in TYPES.keys() - GATED:
-        spec = resolved(*RUN, config(kind, **without(kind)), "attention=dense", "world_size=1")
-        fn = attention.make("dense")
-        decoder = Decoder(spec.model.huggingface, spec.model.config(spec.workload), fn, False, torch.float32)
-        with attention.profiling.record() as phases:
-            logits = decoder(shard(fn, torch.arange(64).view(1, 64)))
-            assert logits.isfinite().all(), kind
-            logits.sum().backward()
-        assert {"comp_projections", "comp_mlp", "comp_block"} <= phases.ms.keys(), kind
-        assert len(phases.ms["comp_head"]) == 2, kind  # and its backward
-
-
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "gpt_oss", "deepseek_v3", "gpt2"])
-def test_flops_are_those_that_a_forward_of_transformers_computes(config, kind):
-    call = resolved(*RUN, "world_size=1", config(kind, **without(kind)), "attention=dense")
-    found = call.model.config(call.workload)
-    model = Decoder(call.model.huggingface, found, attention.make("dense"), False, torch.float32).model
+    spec = resolved(*ONE, config(kind))
+    sizes, fn = spec.model.config(spec.workload), attention.make("dense")
+    decoder = Decoder(spec.model.huggingface, sizes, fn, False, torch.float32)
+    with attention.profiling.record() as phases:
+        logits = decoder(shard(fn, torch.arange(64).view(1, 64)))
+        logits.sum().backward()
+    assert logits.isfinite().all()
+    assert {"comp_projections", "comp_mlp", "comp_block"} <= phases.ms.keys()
+    assert len(phases.ms["comp_head"]) == 2  # and its backward
+    model = decoder.model
     model.set_attn_implementation("eager")
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products are not counted
     with FlopCounterMode(display=False) as counted, torch.no_grad():
         model(torch.zeros(2, 64, dtype=torch.int64), use_cache=False)
-    assert counted.get_total_flops() == pytest.approx(found.under(masks.full()).flops(2, 64), rel=0.01)
+    assert counted.get_total_flops() == pytest.approx(sizes.under(masks.full()).flops(2, 64), rel=0.01)
 
 
-def test_a_window_without_layer_types_is_that_of_every_layer(config):
-    given = config("mistral"), "seq_len=256"
-    spec = resolved(*RUN, *given, "attention=ring")
-    assert spec.workload.window == (15, -1)
-    assert {kind.mask for kind in spec.model.config(spec.workload).kinds} == {masks.sliding_window(15)}
-    assert spec.workload.pairs == 16 * 256 - 15 * 16 // 2
+def test_sizes_and_masks_are_those_of_the_configuration(config):
+    spec = resolved(*RUN, config("gemma2"), "attention=ring", "model.layers=1", "heads=4")
+    sizes = spec.model.config(spec.workload)
+    assert (sizes.heads, sizes.key_heads, sizes.head_dim, sizes.layers) == (4, 4, 8, 1)
+    assert (sizes.kind(0).mask, sizes.kind(0).softcap, spec.workload.window) == (masks.sliding_window(6), 2.0, (6, -1))
+    latent = resolved(*RUN, config("deepseek_v3"), "attention=ring").workload
+    assert (latent.head_dim, latent.v_head_dim, latent.kv_heads) == (24, 16, 4)
+    every_layer = resolved(*RUN, config("mistral"), "seq_len=256", "attention=ring").workload
+    assert (every_layer.window, every_layer.pairs) == ((15, -1), 16 * 256 - 15 * 16 // 2)
     unused = resolved(*RUN, config("qwen2", sliding_window=16, use_sliding_window=False), "attention=zigzag")
     assert unused.workload.window == (-1, -1)
 
 
 def test_a_layer_that_attends_otherwise_than_its_configuration_was_read_is_refused(config):
-    spec = resolved(*RUN, config("mistral"), "attention=dense", "world_size=1")
+    spec, fn = resolved(*ONE, config("mistral")), attention.make("dense")
     read = spec.model.config(spec.workload)
     for wrong, what in (
         (read.under(masks.causal()), r"window 15, .* read as -1"),
         (replace(read, kinds=(replace(read.kind(0), softcap=3.0),)), "softcap None"),
         (replace(read, kv_heads=8), "KV heads 4"),
     ):
-        fn = attention.make("dense")
         decoder = Decoder(spec.model.huggingface, wrong, fn, False, torch.float32)
         with pytest.raises(UnsupportedHere, match=f"model=hf: layer 0 attends with {what}"):
             decoder(shard(fn, torch.zeros(2, 64, dtype=torch.int64)))
 
 
 def test_dropout_of_a_types_defaults_is_set_to_0_and_named(config):
-    spec = resolved(*RUN, "model.type=gpt2", *SIZES[:1], "attention=ring")
+    spec = resolved(*RUN, "model.type=gpt2", "model.layers=2", "attention=ring")
     assert sorted(without_dropout(spec.model.huggingface)) == ["attn_pdrop", "embd_pdrop", "resid_pdrop"]
     with pytest.raises(InvalidConfig, match=r"gpt2.json: \w+_pdrop=0.1: .*set it to 0 in the file"):
-        resolved(*RUN, config("gpt2"), "attention=ring")
+        resolved(*RUN, config("gpt2", dropout=True), "attention=ring")
     assert resolved(*RUN, config("gpt_neox", classifier_dropout=0.1), "attention=ring").variant == "ring"
 
 
-@pytest.mark.slow
-def test_the_gate_finds_every_planted_fault_in_a_model_by_its_type(in_world):
-    spec = resolved(*RUN, "model.type=llama", *SIZES).plain()
-    why = in_world(models.gated, 2, experiment=spec, faults=list(models.FAULTS))
-    assert why.pop("") is None
-    assert all(why.values()), why
-
-
-def test_sizes_and_masks_are_those_of_the_configuration(config):
-    spec = resolved(*RUN, config("gemma2"), "attention=ring")
-    found = spec.model.config(spec.workload)
-    assert (found.heads, found.key_heads, found.head_dim, found.layers) == (8, 4, 8, 2)
-    assert [kind.mask for kind in found.kinds] == [masks.sliding_window(6), masks.causal()]
-    assert {kind.softcap for kind in found.kinds} == {2.0}
-    assert spec.workload.window == (6, -1)
-    latent = resolved(*RUN, config("deepseek_v3"), "attention=ring")
-    assert (latent.workload.head_dim, latent.workload.v_head_dim, latent.workload.kv_heads) == (24, 16, 4)
-    fewer = resolved(*RUN, config("gemma2"), "attention=ring", "model.layers=1", "heads=4")
-    assert (fewer.model.config(fewer.workload).layers, fewer.workload.heads) == (1, 4)
-
-
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("overrides", "message"),
     [
         ([], "give one of them"),
         (["model.config=none.json"], "none.json: no configuration of a model"),
         (["model.type=lama"], "model.type=lama: no configuration of a model"),
         (["model.type=mamba"], "model.type=mamba: .*conv1d is a Conv1d: only attention may mix tokens"),
         (["model.type=bloom"], "model.type=bloom: BloomForCausalLM: the model does not use the attention interface"),
-        (["model.type=falcon"], "FalconForCausalLM: the model does not use the attention interface"),
         (["model.type=llama4_text"], "layer_types has chunked_attention"),
         (["model.type=gpt2", "model.mlp=64"], "model.mlp=64: GPT2Config has no intermediate_size"),
         (["model.type=llama", "mask=chunked", "attention=ring"], "the masks of its configuration"),
         (["model.type=llama", "softcap=5"], "softcap=5.0 model=hf: is its configuration's; leave it out"),
     ],
-    ids=lambda given: " ".join(given) if isinstance(given, list) else "",
 )
-def test_what_is_no_model_for_this_is_refused(given, message):
+def test_what_is_no_model_for_this_is_refused(overrides, message):
     with pytest.raises(InvalidConfig, match=message):
-        resolved(*RUN, *given)
+        resolved(*RUN, *overrides)

@@ -1,69 +1,54 @@
 """Whole models through the program: the gate, the training loop, and what a result has of them."""
 
-import json
 import math
 
 import pytest
 
-from runner.measure import metrics, text
+from runner.measure import metrics, model_work
 from runner.models import preset
 from tests.jobs import models
 from tests.support.command import results_in, run
 from tests.support.composing import resolved
 
-SMALL = (
-    "model.layers=2",
-    "model.hidden=32",
-    "model.vocabulary=256",
-    "heads=4",
-    "kv_heads=2",
-    "head_dim=8",
-    "seq_len=64",
-)
-TINY = ("model=decoder_tiny", *SMALL, "hardware=cpu", "world_size=2", "batch=2")
-BOTH = ("model=encoder_decoder_tiny", "attention=ring", *SMALL, "hardware=cpu", "world_size=2", "batch=1")
+SMALL = ("model.layers=2", "model.hidden=32", "model.vocabulary=256", "heads=4", "kv_heads=2", "head_dim=8", "seq_len=64",
+         "hardware=cpu", "world_size=2")  # fmt: skip
+TINY = ("model=decoder_tiny", *SMALL, "batch=2")
+BOTH = ("model=encoder_decoder_tiny", "attention=ring", *SMALL, "batch=1")
+LAYER = ("model=gpt_oss_layer", "attention=ring", *SMALL, "batch=2", "model.layers=3")
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_gate_passes_a_model_and_finds_every_planted_fault(in_world, dtype):
-    spec = resolved(*TINY, f"dtype={dtype}").plain()
-    why = in_world(models.gated, 2, experiment=spec, faults=list(models.FAULTS))
+def test_the_gate_passes_a_model_and_finds_every_planted_fault(in_world):
+    why = in_world(models.gated, 2, experiment=resolved(*TINY, "dtype=bf16").plain(), faults=list(models.FAULTS))
     assert why.pop("") is None
     assert all(why.values()), why
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        (*TINY, "dtype=fp32", "mode=inference"),
-        (*TINY, "dtype=bf16", "attention=ulysses", "mask=chunked", "model.recompute=true"),
-        (*BOTH, "dtype=fp32"),
-        (*BOTH, "dtype=bf16", "mode=inference"),
-        ("model=gpt_oss_layer", "attention=ring", *SMALL, *TINY[-3:], "dtype=fp32"),
-    ],
-    ids=lambda given: " ".join(given[:1] + given[-2:]),
-)
-def test_the_gate_passes_every_kind_of_model(in_world, given):
-    assert in_world(models.gated, 2, experiment=resolved(*given).plain(), faults=[]) == {"": None}
+def test_the_gate_passes_every_kind_of_model(in_world):
+    runs = {
+        "inference": (*TINY, "dtype=fp32", "mode=inference"),
+        "recompute": (*TINY, "dtype=bf16", "attention=ulysses", "mask=chunked", "model.recompute=true"),
+        "encoder": (*BOTH, "dtype=fp32"),
+        "sinks": (*LAYER, "dtype=fp32"),
+    }
+    specs = {name: resolved(*overrides).plain() for name, overrides in runs.items()}
+    assert in_world(models.each_gated, 2, experiments=specs) == dict.fromkeys(specs)
 
 
 @pytest.mark.parametrize(
-    ("given", "is_cut"),
+    ("overrides", "is_cut"),
     [
-        (TINY, False),
         ((*TINY, "attention=balanced", "mask=dca", "mask.window=8", "model.recompute=true"), True),
-        ((*BOTH, "mode=training"), False),
-        (("model=gpt_oss_layer", "attention=ring", *SMALL, *TINY[-3:], "model.layers=3"), False),
+        ((*BOTH, "mode=training"), False),  # cross attention
+        (LAYER, False),  # layers that alternate
     ],
-    ids=("recompute=false", "recompute=true", "cross attention", "layers that alternate"),
 )
-def test_the_bytes_of_all_layers_are_those_that_the_transport_counts(in_world, given, is_cut):
-    spec = resolved(*given, "dtype=fp32")
+def test_the_bytes_of_all_layers_are_those_that_the_transport_counts(in_world, overrides, is_cut):
+    spec = resolved(*overrides, "dtype=fp32")
     by_rank, build_ms, pulls = in_world(models.received, 2, experiment=spec.plain())
     passes = metrics.compute(spec, dict.fromkeys(metrics.flops(spec), 1.0), None, pulls)["passes"]
     expected = {which: entry["bytes_received_by_rank"] for which, entry in passes.items()}
     for which in ("forward", "backward", "optimizer"):
-        assert [found[which] for found in by_rank] == [{k: n for k, n in each.items() if n} for each in expected[which]]
+        assert [rank[which] for rank in by_rank] == [{k: n for k, n in rank.items() if n} for rank in expected[which]]
     assert expected["backward"] != expected["total"] != [{}, {}]
     assert (build_ms is not None) is is_cut
 
@@ -77,7 +62,6 @@ def test_a_fault_that_begins_after_the_check_is_found_after_the_timing(in_world)
     assert "negated" in in_world(models.timed_wrongly, 2, experiment=resolved(*TINY, "dtype=fp32").plain())
 
 
-@pytest.mark.slow
 def test_a_training_is_timed_by_pass_and_its_loss_falls(tmp_path):
     done = run(tmp_path, "-m", *TINY, "mode=training,inference", "dtype=fp32", small=False)
     assert done.returncode == 0, done.stderr
@@ -86,48 +70,35 @@ def test_a_training_is_timed_by_pass_and_its_loss_falls(tmp_path):
         assert value["status"] == "ok", value["reason"]
         assert value["correctness"]["passed"] and value["correctness"]["timed"]["passed"]
         spec = resolved(*TINY, f"mode={value['experiment']['mode']}")
-        config = spec.model.config(spec.workload)
-        assert value["model"]["matrix_parameters"] == config.matrices
+        config, flops = spec.model.config(spec.workload), value["metrics"]["flops"]
+        assert value["model"]["matrix_parameters"] == config.matrices and flops["forward"] == config.flops(2, 64)
         assert value["model"]["parameter_bytes"] == 4 * value["model"]["parameters"]
-        assert value["metrics"]["flops"]["forward"] == config.flops(2, 64)
         assert value["memory"]["by_rank"][0]["peak_resident"] > value["model"]["parameter_bytes"]
         for which, entry in value["metrics"]["passes"].items():
             ms, rate = value["timing"]["passes"][which]["median"], value["metrics"]["matmul_tflops"]
-            assert entry["mfu"] == pytest.approx(value["metrics"]["flops"][which] / ms / 2 / 1e9 / rate)
+            assert entry["mfu"] == pytest.approx(flops[which] / ms / 2 / 1e9 / rate)
             assert entry["tokens_per_s"] == pytest.approx(128 / ms * 1e3)
-    assert list(inference["timing"]["passes"]) == ["forward"]
-    assert inference["model"]["loss_curve"] == []
+    assert list(inference["timing"]["passes"]) == ["forward"] and inference["model"]["loss_curve"] == []
     assert list(training["timing"]["passes"]) == ["forward", "backward", "optimizer", "total"]
     assert training["baseline"]["passes"].keys() == training["timing"]["passes"].keys()
     assert "wait_gradients" in training["phases"]["backward"]["phases"]
     curve = training["model"]["loss_curve"]
     assert len(curve) >= training["experiment"]["model"]["steps"] == 20
     assert curve[0] == pytest.approx(math.log(256), abs=0.1) and curve[-1] < curve[0] - 0.5
-    summary = next(tmp_path.glob("multirun/*/summary.md")).read_text()
-    assert "step ms" in summary and "MFU" in summary
-    assert json.loads(json.dumps(curve)) == curve
 
 
 def test_a_batch_continues_where_the_one_before_ends_and_the_text_begins_again():
-    whole = text.text()
-    assert bytes(whole[:14].tolist()) == b"First Citizen:"
-    assert int(whole.max()) < 128
-    assert text.excerpts(0, 2, 100).flatten().tolist() == whole[:200].tolist()
-    assert text.excerpts(1, 2, 100)[0].tolist() == whole[200:300].tolist()
-    assert len(text.excerpts(0, 1, 100_000)[0]) == 100_000
-    assert text.excerpts(0, 1, 100_000)[0, len(whole)] == whole[0]
+    whole = model_work.whole_text()
+    assert bytes(whole[:14].tolist()) == b"First Citizen:" and int(whole.max()) < 128
+    assert model_work.excerpts(1, 2, 100)[0].tolist() == whole[200:300].tolist()
+    assert model_work.excerpts(0, 1, len(whole) + 1)[0, -1] == whole[0]
 
 
 def test_a_mask_by_name_takes_the_presets_parameters_and_the_models_own_mask_is_described():
-    sparse = resolved("model=decoder_tiny", "attention=ring", "mask=dca").workload.named_mask.parameters
-    assert (sparse["window"], sparse["global_tokens"], sparse["random"]) == (256, 32, 16)
-    given = resolved(
-        "model=decoder_tiny", "attention=ring", "mask=dca", "mask.window=64"
-    ).workload.named_mask.parameters
-    assert (given["window"], given["global_tokens"]) == (64, 32)
+    sparse = resolved("model=decoder_tiny", "attention=ring", "mask=dca", "mask.window=64")
+    parameters = sparse.workload.named_mask.parameters
+    assert (parameters["window"], parameters["global_tokens"], parameters["random"]) == (64, 32, 16)
     medium = resolved("model=decoder_medium", "attention=ring")
     assert medium.workload.whole_mask == preset("decoder_medium").kind(0).mask
     assert medium.model.config(medium.workload) == preset("decoder_medium", kv_heads=16)
-    oss = resolved("model=gpt_oss_layer", "model.layers=2", "attention=ring")
-    assert oss.workload.window == (127, -1)
-    assert oss.model.config(oss.workload).kinds == preset("gpt_oss_layer").kinds
+    assert resolved(*LAYER).workload.window == (127, -1)

@@ -1,22 +1,21 @@
 """Ceilings of a machine: only the highest that was ever measured is one."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from runner.measure import ceilings, ceilings_file
-from runner.measure.ceilings import steady
 from tests.jobs import program
 from tests.support.composing import resolved
 
 
-def rounds(*rates: float):
-    left = list(rates)
-    return lambda: left.pop(0)
-
-
-def test_a_measurement_is_repeated_until_it_no_longer_grows():
-    assert steady(rounds(10, 10.1)) == 10.1
-    assert steady(rounds(2, 5, 10, 9)) == 10  # something disturbed the first rounds
-    assert steady(rounds(1, 2, 3, 4, 5, 6)) == 6  # the last one that there may be
+@pytest.mark.parametrize(("times_ms", "best"), [((10, 9.9, 1), 9.9), ((5, 2, 1, 1.1), 1), ((6, 5, 4, 3, 2, 1, 0.5), 1)])
+def test_a_measurement_is_repeated_until_it_no_longer_grows(monkeypatch, times_ms, best):
+    rounds = iter(times_ms)
+    monkeypatch.setattr(ceilings.Stopwatch, "times_ms", lambda *_: [next(rounds)])
+    me = SimpleNamespace(device=torch.device("cpu"), world=1, gather=lambda x: [x])
+    assert ceilings._rate(me, 1.0, lambda: None, 1) == pytest.approx(1e3 / best)
 
 
 def test_a_file_that_is_none_is_measured_anew(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.measure import timing
-from runner.measure.sampler import READ, reasons, sampling, summary
+from runner.measure.sampler import CLOCKS, reasons, sampling, summary
 from runner.measure.statistics import summarize
 from runner.measure.stopwatch import Stopwatch
 
@@ -21,12 +21,11 @@ def test_throttle_reasons_have_the_drivers_names():
 
 
 def test_a_summary_has_the_range_of_each_number_and_all_reasons_seen():
-    readings = [
-        {"a": dict.fromkeys(READ) | {"sm_mhz": mhz, "throttle_reasons": bits}} for mhz, bits in ((5, 0), (9, 4), (6, 1))
-    ]
-    assert summary([0, 1, 2], readings)["a"] == dict.fromkeys(READ) | {
+    series = dict.fromkeys(CLOCKS[1], [None] * 3) | {"sm_mhz": [5, 9, 6], "throttle_reasons": [0, 4, 1]}
+    assert summary(series | {"power_w": [7000, None, 9000]}) == dict.fromkeys(CLOCKS[1]) | {
         "samples": 3,
         "sm_mhz": {"min": 5, "median": 6, "max": 9},
+        "power_w": {"min": 7, "median": 8, "max": 9},
         "throttle_reasons": ["gpu_idle", "sw_power_cap"],
     }
 
@@ -75,7 +74,8 @@ def test_a_gpus_clocks_are_sampled_while_it_works():
         while time.perf_counter() < until:
             x @ x
             torch.cuda.synchronize()
-    gpu = found["of"][environment.gpu_uuid(torch.cuda.current_device())]
+    gpu = found["gpus"][environment.gpu_uuid(torch.cuda.current_device())]
+    gpu = summary(gpu)
     assert gpu["samples"] >= 5
     assert gpu["sm_mhz"]["max"] > 500 and gpu["power_w"]["max"] > 50 and 10 < gpu["temperature_c"]["max"] < 110
     assert environment.gpu_uuid(0) in {each["uuid"] for each in environment.gpu_state()} or os.environ.get(

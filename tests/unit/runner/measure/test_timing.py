@@ -4,7 +4,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,6 +38,7 @@ class Watch(Stopwatch):
         self.ms, self.costs, self.settling_ms, self.on_gpu = 0.0, [], 1000.0, on_gpu
         self.log: list[str] = []
         self.others: Callable[[Any], list[Any]] = lambda mine: []
+        self.me.gather = lambda mine: [mine, *self.others(mine)]
         self.me.say = lambda phase, expected_s: self.log.append(f"say {expected_s:g}")
         monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: self.ms / 1e3))
 
@@ -54,9 +54,6 @@ class Watch(Stopwatch):
     def settle(self) -> None:
         self.log.append("settle")
         self.ms += self.settling_ms
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, *self.others(value)]
 
     def work(self, **durations: list[float]) -> Timer:
         """A timer of passes that each take the next of their durations, the last one from then on."""
@@ -134,7 +131,7 @@ def test_a_warm_up_tells_the_rate_of_its_longest_group_but_the_first(watch):
 
 def test_a_warm_up_obeys_rank_zero_and_not_its_own_clock(watch):
     opinions = []
-    watch.agree = lambda mine: opinions.append(mine) or int(len(opinions) < 3)
+    watch.me.agree = lambda mine: opinions.append(mine) or int(len(opinions) < 3)
     assert watch.work(forward=[10]).warm(2, 0).iterations == 4  # 2, 1 and 1
     assert opinions == [0, 0, 0, 0]  # the last on settling
 
@@ -165,7 +162,7 @@ def test_a_warm_up_settles_on_the_slowest_rank_and_by_rank_zeros_clock(watch):
     others = iter([[50.0] * 7 + [5.0] * 5, [5.0] * 12])
     watch.others = lambda mine: [{"forward": next(others)}]
     assert watch.work(forward=[4.0]).settle(1e6, 1.0) == (24, True)
-    watch.others, watch.agree = lambda mine: [], lambda more: 12
+    watch.others, watch.me.agree = lambda mine: [], lambda more: 12
     assert watch.work(forward=[4.0]).settle(0, 1.0) == (12, True)
 
 
@@ -267,8 +264,8 @@ class Attention:
         self.experiment = resolved("attention=ring", "hardware=cpu", "timing.settle_ms=0", *overrides)
         self.options = {"cu_seqlens": self.cu_seqlens}
 
-    def layered(self, layers: int, new_packs: bool) -> Layers:
-        return Layers(self, layers)
+    def other_packs(self, n: int) -> list[Any]:
+        return [SimpleNamespace(cu_seqlens=(0, 1, 4)), SimpleNamespace(cu_seqlens=(0, 2, 4))]
 
     def run(self, which: str) -> None:
         if which == "forward":
@@ -279,7 +276,7 @@ class Attention:
 
 def test_a_models_layers_follow_each_other_each_model_with_the_next_packed_batch():
     work = Attention()
-    model = Layers(work, 2, [(0, 1, 4), (0, 2, 4)])
+    model = Layers(work, 2, True)
     for _ in range(2):
         timing.iterate(model)
     first, second = (0, 1, 4), (0, 2, 4)
@@ -293,10 +290,10 @@ def test_a_models_layers_follow_each_other_each_model_with_the_next_packed_batch
 
 def test_other_orders_are_new_packed_batches_of_the_same_lengths():
     lengths = (3, 1, 2, 2)
-    batches = other_orders(lengths, 11, seed=4)
-    assert len(set(batches)) == 11 and (0, 3, 4, 6, 8) not in batches
-    assert {tuple(sorted(b - a for a, b in pairwise(batch))) for batch in batches} == {(1, 2, 2, 3)}
-    assert batches == other_orders(lengths, 11, seed=4) != other_orders(lengths, 11, seed=5)
+    orders = other_orders(lengths, 11, seed=4)
+    assert len(set(orders)) == 11 and lengths not in orders
+    assert {tuple(sorted(order)) for order in orders} == {(1, 2, 2, 3)}
+    assert orders == other_orders(lengths, 11, seed=4) != other_orders(lengths, 11, seed=5)
 
 
 def test_a_models_samples_are_of_one_layer(monkeypatch):
