@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from runner.costs.dryrun import Pass
 
 
-def dry_run(*args: Any, **options: Any) -> tuple[Pass, ...]:
-    """`dryrun.dry_run`. It needs torch, which is imported when it is first called: the command line answers without."""
+def dry_run(variant: Any, problem: Any, shapes: Any, options: Any = None, **call: Any) -> tuple[Pass, ...]:
+    """`dryrun.dry_run`, of options by name, too. It needs torch, which is imported when it is first called: the command line answers
+    without."""
     from runner.costs import dryrun
 
-    return dryrun.dry_run(*args, **options)
+    return dryrun.dry_run(variant, problem, shapes, variant.parse(options), **call)
 
 
 def step_peak(passes: Sequence[Pass]) -> int:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import Any
 
@@ -80,21 +80,8 @@ class Pass:
         return self.live + self.slots
 
 
-def dry_run(
-    variant: Variant[Any],
-    problem: Problem,
-    shapes: Shapes,
-    options: Options | Mapping[str, Any] | None = None,
-    **call: Any,
-) -> tuple[Pass, ...]:
-    """The forward of a rank, and with `backward` its backward. call: rank; pulls: over a transport that brings each rank only the keys
-    it needs, where others gather all for every rank unless there is a window; packed: the tensors are a packed batch; kernel: whose
-    scratch memory counts, "" for none. Raises KeyError for an external package."""
-    return _dry_run(variant, problem, shapes, variant.parse(options), **call)
-
-
 @lru_cache(maxsize=256)
-def _dry_run(
+def dry_run(
     variant: Variant[Any],
     problem: Problem,
     shapes: Shapes,
@@ -106,11 +93,9 @@ def _dry_run(
     backward: bool = False,
     kernel: str = "",
 ) -> tuple[Pass, ...]:
-    log = _Log()
-    transport = _transport(log, problem, pulls)
-    plan = _plan(variant, problem, shapes, options, rank, packed, _Kernel(log, kernel), transport)
-    steps, log.times = _once(plan.steps, plan.rank)
-    plan = replace(plan, steps=steps)
+    """The forward of a rank, and with `backward` its backward. pulls: over a transport that brings each rank only the keys it needs,
+    where others gather all for every rank unless there is a window; packed: the tensors are a packed batch; kernel: whose scratch
+    memory counts, "" for none. Raises KeyError for an external package."""
     held = sizes_of(variant.border(problem.ranks, options), problem.cu_seqlens, problem.ranks)[rank]
     n = held if problem.q_tokens is None else problem.q_tokens
 
@@ -120,16 +105,21 @@ def _dry_run(
 
     q, k = tensor(n, shapes.heads, shapes.head_dim), tensor(held, shapes.kv_heads, shapes.head_dim)
     v, dout = tensor(held, shapes.kv_heads, shapes.v_head_dim), tensor(n, shapes.heads, shapes.v_head_dim)
-    run, memory = executor(variant.executor), _Memory(log, (q, k, v, dout))
+    log = _Log((q, k, v, dout))
+    transport = Transport() if problem.ranks == 1 else _Recording(log, problem.ranks, pulls)
+    plan = _plan(variant, problem, shapes, options, rank, packed, _Kernel(log, kernel), transport)
+    steps, log.times = _once(plan.steps, plan.rank)
+    plan = replace(plan, steps=steps)
+    run = executor(variant.executor)
     recorder = profiling.Recorder(META)
     recorder.span = log.span  # type: ignore[assignment]
     passes = []
-    with torch.no_grad(), profiling.recording(recorder), memory:
+    with torch.no_grad(), profiling.recording(recorder), log:
         result = run.forward(q, k, v, plan, None)
-        passes.append(log.ended(memory, transport))
+        passes.append(log.ended())
         if backward:
             gradients = run.backward(dout, result[2], plan)  # noqa: F841  # held until the pass has ended
-            passes.append(log.ended(memory, transport))
+            passes.append(log.ended())
     return tuple(passes)
 
 
@@ -140,7 +130,7 @@ def _plan(
     options: Options,
     rank: int,
     packed: bool,
-    kernel: Any,
+    kernel: Kernel,
     transport: Transport,
 ) -> Plan:
     place, head = divmod(rank, problem.ulysses)
@@ -160,8 +150,7 @@ def _plan(
         steps=() if parts else plan_steps(problem, place, like, packed, META),
     )
     steps = (plan_steps(c.problem, place % c.problem.world, like, False, META) for c in parts)
-    of_parts = (part_plan(plan, c, kernel, x) for c, x in zip(parts, steps, strict=True))
-    return replace(plan, parts=tuple(zip(parts, of_parts, strict=True)))
+    return replace(plan, parts=tuple((c, part_plan(plan, c, kernel, x)) for c, x in zip(parts, steps, strict=True)))
 
 
 def _once(steps: Sequence[PlannedStep], rank: int) -> tuple[tuple[PlannedStep, ...], list[int]]:
@@ -171,25 +160,39 @@ def _once(steps: Sequence[PlannedStep], rank: int) -> tuple[tuple[PlannedStep, .
 
     def form(step: PlannedStep) -> object:
         calls = [(x.q, x.k, x.call.mask, x.call.pattern, x.call.q_lengths, x.call.k_lengths) for x in step.calls]
-        pieces = (step.route.sends, step.route.receives)
-        ends = [[(length(x.target), len(x.source), len(x.target)) for x in side] for side in pieces]
-        return step.owner == rank, calls, step.n_keys, step.most, ends
+        pieces = [
+            [(length(x.target), len(x.source), len(x.target)) for x in side] for side in vars(step.route).values()
+        ]
+        return step.owner == rank, calls, step.n_keys, step.most, pieces
 
     for _, equal in groupby(steps, key=form):
         row = list(equal)
-        few = row if len(row) <= KEPT else [*row[: KEPT // 2], *row[-(KEPT // 2) :]]
-        kept += few
-        times += [1, 1 + len(row) - len(few), *[1] * (len(few) - 2)][: len(few)]
+        more = max(0, len(row) - KEPT)
+        first = KEPT // 2
+        kept += row[:first] + row[first + more :]
+        times += [1 + more * (i == 1) for i in range(len(row) - more)]
     return tuple(kept), times
 
 
-class _Log:
-    def __init__(self) -> None:
+class _Log(TorchDispatchMode):
+    """Records a pass: its events, the bytes that it receives, and the storages from when they are made until they are freed."""
+
+    def __init__(self, inputs: Sequence[Tensor]):
+        super().__init__()
         self.events: list[Event] = []
         self.received: Counter[str] = Counter()
+        self.slots: dict[str, int] = {}  # bytes of symmetric memory, by what is published
         self.times: list[int] = []  # how many steps of the ring each one stands for
         self.phases = [("", NO_STEP)]
         self.paused = False  # tensors that are made now lie in a slot
+        self.moved: tuple[str, int] | None = None  # counted, but not issued: a kernel moves it
+        self.live = self.peak = 0
+        storages = [x.untyped_storage() for x in inputs]
+        self.known: dict[int, object] = {x._cdata: x for x in storages}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # PyTorch would import its compiler to keep it out of this mode
 
     def add(self, kind: str, phase: tuple[str, int] | None = None, **more: Any) -> Event:
         name, step = phase or self.phases[-1]
@@ -205,21 +208,58 @@ class _Log:
         else:
             self.add("copy", bytes=size)
 
+    def pull(self, pattern: Pattern, what: str, step: int, sources: Mapping[int, int]) -> Event:
+        """What was counted last starts to move."""
+        _, size = self.moved or ("", 0)
+        self.moved = None
+        event = self.add("pull", (what, step), transfer=Transfer(pattern, size, tuple(sources.items())))
+        self.received[what] += event.times * size
+        return event
+
     @contextmanager
     def span(self, name: str, step: int) -> Iterator[None]:
         self.phases.append((name, step))
         yield
         self.phases.pop()
 
-    def ended(self, memory: _Memory, transport: Transport) -> Pass:
-        slots = 0
-        if isinstance(transport, _Sending):
-            if transport.moved:  # by a kernel that waits for it
-                transport.issue(None, (), transport.what, NO_STEP).wait()
-            slots = sum(size * DEPTHS.get(what, 1) for what, size in transport.capacity.items())
-        made = Pass(tuple(self.events), self.received, memory.peak, slots)
-        self.events, self.received, memory.peak = [], Counter(), memory.live
+    def ended(self) -> Pass:
+        if self.moved:
+            transfer = self.pull("slots", self.moved[0], NO_STEP, {}).transfer
+            self.add("wait", transfer=transfer)
+        made = Pass(tuple(self.events), self.received, self.peak, sum(self.slots.values()))
+        self.events, self.received, self.peak = [], Counter(), self.live
         return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        results = [x for x in _flat([result]) if isinstance(x, Tensor)]
+        if func.is_view or any(x.dtype in INDICES for x in results):
+            return result
+        if "empty" not in func.__name__:
+            read = [x for x in _flat(args) if isinstance(x, Tensor)]
+            new = sum(x.nbytes for x in results if all(x is not y for y in read))
+            indexed = func is torch.ops.aten.index_select.default
+            self.copied(new + (new if indexed else sum(x.nbytes for x in read)))
+        if not self.paused:
+            for x in results:
+                self._follow(x.untyped_storage())
+        return result
+
+    def _follow(self, storage: Any) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self.known:
+            self.live += size
+            self.peak = max(self.peak, self.live)
+            self.known[key] = weakref.ref(storage, partial(self._freed, key, size))
+
+    def _freed(self, key: int, size: int, _: object) -> None:
+        self.live -= size
+        del self.known[key]
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        yield from value if isinstance(value, (tuple, list)) else (value,)
 
 
 class _Kernel(Kernel):
@@ -232,17 +272,19 @@ class _Kernel(Kernel):
         self.log, self.name = log, name
 
     def _count(self, q: Tensor, k: Tensor, v: Tensor, call: Call, flops: Callable[[Shapes, int], int]) -> None:
-        batch, lengths = len(q) if q.dim() == 4 else 1, [(q.shape[-3], k.shape[-3])]
-        if call.q_lengths is not None and call.k_lengths is not None:
-            batch, lengths = 1, list(zip(call.q_lengths, call.k_lengths, strict=True))
-        pairs = call.pattern.pairs(*lengths[0]) if call.pattern else sum(call.mask.pairs(a, b) for a, b in lengths)
-        edges = 0 if call.pattern else call.mask.edges * sum(a for a, _ in lengths)
-        shapes = Shapes(batch, q.shape[-2], k.shape[-2], q.shape[-1], q.itemsize, v.shape[-1])
-        rectangle = sum(a * b for a, b in lengths)
+        sequences = call.sequences(q.shape[-3], k.shape[-3])
+        pattern, mask = call.pattern, call.mask
+        pairs = pattern.pairs(*sequences[0]) if pattern else sum(mask.pairs(*lengths) for lengths in sequences)
+        shapes = Shapes(len(q) if q.dim() == 4 else 1, q.shape[-2], k.shape[-2], q.shape[-1], q.itemsize, v.shape[-1])
         self.log.add(
-            "kernel", flops=flops(shapes, pairs), mask=call.mask, pairs=pairs, rectangle=rectangle, edges=edges,
-            kv_bytes=k.nbytes + v.nbytes
-        )  # fmt: skip
+            "kernel",
+            flops=flops(shapes, pairs),
+            mask=mask,
+            pairs=pairs,
+            rectangle=sum(a * b for a, b in sequences),
+            edges=0 if pattern else mask.edges * sum(a for a, _ in sequences),
+            kv_bytes=k.nbytes + v.nbytes,
+        )
 
     def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
         q, k, v = tensors
@@ -257,38 +299,20 @@ class _Kernel(Kernel):
         return results
 
 
-def _transport(log: _Log, problem: Problem, pulls: bool) -> Transport:
-    if problem.ranks == 1:
-        return Transport()
-    return _Pulling(log, problem.ranks) if pulls else _Sending(log, problem.ranks)
+class _Recording(Collective):
+    """gloo or NCCL, whose own code runs but for its queue; with `pulls`, symm, where what is published lies in slots outside of
+    PyTorch's memory."""
 
-
-class _Transfer(Handle):
-    """Holds the tensors that move until it is waited for."""
-
-    def __init__(self, log: _Log, event: Event, tensors: Sequence[Tensor], after: Callable[[], object] | None):
-        self.log, self.pull, self.tensors, self.after = log, event, tensors, after
-
-    def wait(self) -> None:
-        self.log.add("wait", times=self.pull.times, transfer=self.pull.transfer)
-        self.tensors = ()
-        if self.after is not None:
-            self.after()
-            self.after = None
-
-
-class _Sending(Collective):
-    """gloo or NCCL, whose own code runs but for its queue."""
-
-    def __init__(self, log: _Log, world: int):
+    def __init__(self, log: _Log, world: int, pulls: bool):
         Transport.__init__(self)
-        self.name, self.group, self.world, self.log = "nccl", None, world, log
+        self.name, self.group, self.world, self.log, self.pulls = "symm" if pulls else "nccl", None, world, log, pulls
         self.queue: Any = self
-        self.what, self.moved, self.sources = "", 0, dict[int, int]()
-        self.capacity: dict[str, int] = {}  # of slots, by what is published
+        self.priority_stream = Inline(apart=pulls)
+        self.sources: Counter[int] = Counter()  # bytes that come with the next pull, by rank
+        self.filling: dict[str, list[int]] = {}  # identities of tensors in slots
 
     def counted(self, what: str, size: int) -> None:
-        self.what, self.moved = what, self.moved + size
+        self.log.moved = what, size
 
     def issue(
         self,
@@ -299,125 +323,69 @@ class _Sending(Collective):
         after: Callable[[], object] | None = None,
     ) -> Handle:
         """Runs nothing. What it moves has been counted before."""
-        if self.sources:
-            pattern: Pattern = "one" if len(self.sources) == 1 else "all"
-        else:
-            pattern = "slots" if step == NO_STEP else "gather" if what == "kv" else "reduce"
-        transfer = Transfer(pattern, self.moved, tuple(self.sources.items()))
-        event = self.log.add("pull", (what, step), transfer=transfer)
-        self.log.received[what] += event.times * self.moved
-        self.moved, self.sources = 0, {}
+        collective: Pattern = "gather" if what == "kv" else "reduce"
+        pattern: Pattern = "all" if len(self.sources) > 1 else "one" if self.sources else collective
+        event = self.log.pull(pattern, what, step, self.sources)
+        self.sources = Counter()
         return _Transfer(self.log, event, tensors, after)
 
     def join(self) -> None: ...
 
+    def _reserve(self, what: str, shapes: Sequence[Sequence[int]], tokens: int, dtype: torch.dtype) -> None:
+        size = arrange(tuple(map(tuple, shapes)), tokens, dtype).size * DEPTHS.get(what, 1)
+        self.log.slots[what] = max(size, self.log.slots.get(what, 0))
+
+    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
+        if self.pulls:
+            self._reserve(what, shapes, tokens, like.dtype)
+            self.log.paused = True
+        buffers = super().buffers(what, shapes, like, tokens)
+        self.log.paused = False
+        self.filling[what] = list(map(id, buffers))
+        return buffers
+
     def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
-        return _Publication(self, super().publish(what, tensors, tokens))
+        if not self.pulls:
+            return _Publication(self, what, super().publish(what, tensors, tokens))
+        if self.filling.pop(what, []) != list(map(id, tensors)):
+            most = max(x.shape[-3] for x in tensors) if tokens is None else tokens
+            self._reserve(what, [x.shape for x in tensors], most, tensors[0].dtype)
+            self.log.copied(2 * sum(x.nbytes for x in tensors))
+        return _Publication(self, what)
+
+
+@dataclass
+class _Transfer(Handle):
+    """Holds the tensors that move until it is waited for."""
+
+    log: _Log
+    pull: Event
+    tensors: Sequence[Tensor]
+    after: Callable[[], object] | None
+
+    def wait(self) -> None:
+        self.log.add("wait", times=self.pull.times, transfer=self.pull.transfer)
+        after, self.tensors, self.after = self.after, (), None
+        if after is not None:
+            after()
 
 
 @dataclass
 class _Publication(Publication):
-    """Records who sends what is pulled."""
+    """Records who sends what is pulled. sent: where its owner sends it."""
 
-    transport: _Sending
-    sent: Any
+    transport: _Recording
+    what: str
+    sent: Publication | None = None
 
     def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
-        sources: Counter[int] = Counter()
+        transport = self.transport
         for m in messages.receives:
             x = into[m.into]
-            sources[m.remote] += x.nbytes // max(1, x.shape[-3]) * length(m.target)
-        self.transport.sources = sources
-        return self.sent.pull(messages, into, step, early)
-
-    def close(self) -> None: ...
-
-
-class _Pulling(_Sending):
-    """symm: what is published lies in slots outside of PyTorch's memory."""
-
-    pulls, priority_stream = True, Inline(apart=True)
-
-    def __init__(self, log: _Log, world: int):
-        super().__init__(log, world)
-        self.name = "symm"
-        self.filling: dict[str, list[Tensor]] = {}
-
-    def _reserve(self, what: str, shapes: Sequence[Sequence[int]], tokens: int, dtype: torch.dtype) -> None:
-        size = arrange(tuple(map(tuple, shapes)), tokens, dtype).size
-        self.capacity[what] = max(size, self.capacity.get(what, 0))
-
-    def buffers(self, what: str, shapes: Sequence[Sequence[int]], like: Tensor, tokens: int) -> list[Tensor]:
-        self._reserve(what, shapes, tokens, like.dtype)
-        self.log.paused = True
-        self.filling[what] = super().buffers(what, shapes, like, tokens)
-        self.log.paused = False
-        return self.filling[what]
-
-    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
-        if list(map(id, self.filling.pop(what, []))) != list(map(id, tensors)):
-            most = max(x.shape[-3] for x in tensors) if tokens is None else tokens
-            self._reserve(what, [x.shape for x in tensors], most, tensors[0].dtype)
-            self.log.copied(2 * sum(x.nbytes for x in tensors))
-        return _Publication(self, _Slot(self, what))
-
-
-@dataclass
-class _Slot(Publication):
-    transport: _Pulling
-    what: str
-
-    def pull(self, messages: Messages, into: Sequence[Tensor], step: int, early: bool = False) -> Handle:
+            transport.sources[m.remote] += x.nbytes // max(1, x.shape[-3]) * length(m.target)
+        if self.sent is not None:
+            return self.sent.pull(messages, into, step, early)
         if not messages.receives:
             return Handle()
-        transport = self.transport
-        transport.moved = sum(transport.sources.values())
+        transport.counted(self.what, transport.sources.total())
         return transport.issue(None, into, self.what, step)
-
-
-class _Memory(TorchDispatchMode):
-    """Follows storages from when they are made until they are freed, and logs what is read and written."""
-
-    def __init__(self, log: _Log, inputs: Sequence[Tensor]):
-        super().__init__()
-        self.log, self.live, self.peak = log, 0, 0
-        self.inputs = [x.untyped_storage() for x in inputs]
-        self.known: dict[int, object] = {x._cdata: x for x in self.inputs}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # PyTorch would import its compiler to keep it out of this mode
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        results = [x for x in (result if isinstance(result, (tuple, list)) else (result,)) if isinstance(x, Tensor)]
-        if func.is_view or any(x.dtype in INDICES for x in results):
-            return result
-        if "empty" not in func.__name__:
-            self.log.copied(_moved(func, args, results))
-        if not self.log.paused:
-            for x in results:
-                self._follow(x.untyped_storage())
-        return result
-
-    def _follow(self, storage: Any) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self.known:
-            return
-        self.live += size
-        self.peak = max(self.peak, self.live)
-
-        def freed(_: object) -> None:
-            self.live -= size
-            del self.known[key]
-
-        self.known[key] = weakref.ref(storage, freed)
-
-
-def _moved(func: Any, args: Sequence[Any], results: Iterable[Tensor]) -> int:
-    """Bytes that an operation reads and writes."""
-    tensors = [x for arg in args for x in (arg if isinstance(arg, (tuple, list)) else (arg,)) if isinstance(x, Tensor)]
-    new = sum(x.nbytes for x in results if all(x is not y for y in tensors))
-    if func is torch.ops.aten.index_select.default:
-        return 2 * new
-    return new + sum(x.nbytes for x in tensors)

@@ -11,7 +11,7 @@ from attention.geometry.counts import Shapes
 from attention.geometry.decodes import block
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from tests.jobs import decodes, numerics
 
 REDUCTIONS = ("three", "two", "packed")

@@ -11,7 +11,7 @@ from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import MIXTURES
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from tests.gate import plants
 from tests.jobs import dilated
 from tests.support.dilated import drawn, pairs_of_head, seen

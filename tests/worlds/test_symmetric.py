@@ -7,7 +7,7 @@ import pytest
 from attention.geometry.counts import Shapes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from tests.jobs import groups, numerics, shared_memory, traffic, training
 from tests.worlds.test_decode import BASE, CASES
 from tests.worlds.test_worlds import MASKS, SELF_ATTENTION, cases, does, options

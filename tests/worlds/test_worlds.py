@@ -7,7 +7,7 @@ import pytest
 from attention.geometry.counts import Shapes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from tests.jobs import groups, numerics, traffic, training
 from tests.support import coverage as geometry
 from tests.support.coverage import ANY_LENGTHS

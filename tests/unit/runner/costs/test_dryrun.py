@@ -6,8 +6,7 @@ import pytest
 from attention.geometry.counts import Shapes, backward_flops, forward_flops, place_flops
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.registry import VARIANTS
-from runner.costs import dryrun
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run, dryrun
 from tests.support.coverage import cumulated, problems
 
 # B 2, D 16, bf16: one head of a token is 64 bytes; k and v of a token, 2 KV heads
@@ -144,7 +143,7 @@ def test_equal_steps_run_once_and_count_as_often_as_they_are(monkeypatch, name, 
 
     def found(kept: int):
         monkeypatch.setattr(dryrun, "KEPT", kept)
-        dryrun._dry_run.cache_clear()
+        dryrun.dry_run.cache_clear()
         both = [
             dry_run(VARIANTS[name], problem, shapes, options, rank=21, pulls=pulls, backward=True)
             for pulls in (False, True)

@@ -8,9 +8,8 @@ import pytest
 from attention.geometry.counts import Shapes, forward_flops
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import VARIANTS
-from runner.costs import hardware, links, rates
+from runner.costs import dry_run, hardware, links, rates
 from runner.costs.choice import Duration, Estimates, Task
-from runner.costs.dryrun import dry_run
 from runner.costs.hardware import Machine
 from runner.costs.links import Link, Measured, find
 from runner.costs.model import choose

@@ -7,7 +7,7 @@ import pytest
 from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL, Band
 from attention.variants.registry import VARIANTS
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from runner.costs.links import Link
 from runner.costs.topology import ONE_NODE, Topology, Transfer
 

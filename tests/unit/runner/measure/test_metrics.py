@@ -7,7 +7,7 @@ import pytest
 from attention.geometry import counts
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.registry import VARIANTS, variant
-from runner.costs.dryrun import dry_run
+from runner.costs import dry_run
 from runner.measure import metrics
 from tests.jobs import traffic
 from tests.support.composing import resolved
