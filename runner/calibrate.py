@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from runner.costs import rates
-from runner.costs.choice import Task
+from runner.costs.model import Task
 from runner.costs.rates import CallClass, Rate
 from runner.output import commands, terminal
 from runner.report import modelled, runs

@@ -45,13 +45,17 @@ class UnknownKey(InvalidConfig):
     """A configuration lacks a key."""
 
 
+def choices_of(folder: str) -> list[str]:
+    """The names of the files of a folder of conf/."""
+    return sorted(f.name[:-5] for f in (resources.files("runner.conf") / folder).iterdir() if f.name.endswith(".yaml"))
+
+
 @cache
 def groups() -> dict[str, list[str]]:
     """Every config group's choices: the folders of conf/, each with a file a choice. Not to be changed."""
-    root = resources.files("runner.conf")
     return {
-        folder.name: sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
-        for folder in root.iterdir()
+        folder.name: choices_of(folder.name)
+        for folder in resources.files("runner.conf").iterdir()
         if folder.is_dir() and folder.name not in ("hydra", "topology", "__pycache__")  # which are no groups
     }
 

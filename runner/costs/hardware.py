@@ -95,10 +95,6 @@ class Machine:
     cache: dict[Any, tuple[Speed, Speed]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
-    def symmetric(self) -> bool:
-        return "symm" in self.transports
-
-    @property
     def fallback(self) -> Ceilings:
         """For what is in no table."""
         return self.ceilings or DEFAULTS[self.device]

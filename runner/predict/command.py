@@ -7,13 +7,11 @@ conf/topology. Other overrides are those of a run.
 from __future__ import annotations
 
 import json
-from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
-
-from hydra import compose, initialize_config_module
 
 from attention.errors import nearest
 from attention.variants.registry import VARIANTS
@@ -28,19 +26,22 @@ USUAL = {"world_size": "8,64,512,1024", "topology": "h200_nvl8_ib400"}
 OWN = ("world_size", "topology", "attention", "seq_len")  # keys with several values here
 
 
-def _ms(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+Cell = Callable[[Row], str]
+
+
+def _time(name: str) -> Cell:
+    return lambda row: f"{getattr(row, name) or 0:.4g}" if getattr(row, name) is not None else ""
 
 
 # by title; a row without times has cells in those of `ALWAYS` alone
-COLUMNS: dict[str, Callable[[Row], str]] = {
+COLUMNS: dict[str, Cell] = {
     "W": lambda row: str(row.world_size),
     "S": lambda row: f"{row.seq_len:,}",
     "variant": lambda row: row.variant,
-    "ms": lambda row: _ms(row.ms),
-    "forward": lambda row: _ms(row.forward_ms),
-    "backward": lambda row: _ms(row.backward_ms),
-    "exposed": lambda row: _ms(row.exposed_ms),
+    "ms": _time("ms"),
+    "forward": _time("forward_ms"),
+    "backward": _time("backward_ms"),
+    "exposed": _time("exposed_ms"),
     "TFLOP/s": lambda row: f"{row.tflops_per_device or 0:.3g}",
     "peak": lambda row: terminal.gib(row.peak_bytes or 0),
     "bound by": lambda row: row.bound,
@@ -63,72 +64,72 @@ def _main(arguments: list[str]) -> int:
     parser.add_argument("--validate", nargs="+", type=Path, metavar="DIR", help="folders of results")
     parser.add_argument("--write", action="store_true", help="with --validate: predictions state and use these errors")
     asked = parser.parse_args(arguments)
+    status = 0
     if asked.validate:
-        return _validate(asked)
-    if not asked.overrides:
-        raise ValueError("nothing to predict: give a workload, as in config=llama3_8b seq_len=131072 world_size=8,64")
-    predictions, cluster = predicted(asked.overrides, asked.every)
-    note = error_text(cluster, {row.called for row in predictions})
-    if asked.format == "json":
-        _print_json({"error": note, "rows": [asdict(row) for row in predictions]})
+        from runner.report import runs
+
+        outcome = validation.validate(runs.read(asked.validate))
+        value: Any = asdict(outcome)
+        if asked.format == "table":
+            print(outcome.markdown)
+        if asked.write:
+            validation.STORED.write_text(json.dumps(value, indent=1) + "\n")
+            terminal.err.print(f"written: {validation.STORED}")
     else:
-        _show(predictions, f"Predicted: {' '.join(asked.overrides)}; ms of the slowest rank")
-        terminal.out.print(note, soft_wrap=True)
-    return 0 if any(row.ms is not None for row in predictions) else 1
+        predictions, cluster = predicted(asked.overrides, asked.every)
+        note = error_text(cluster, {row.called for row in predictions})
+        value = {"error": note, "rows": [asdict(row) for row in predictions]}
+        if asked.format == "table":
+            _show(predictions, f"Predicted: {' '.join(asked.overrides)}; ms of the slowest rank")
+            terminal.out.print(note, soft_wrap=True)
+        status = int(all(row.ms is None for row in predictions))
+    if asked.format == "json":
+        print(json.dumps(value, indent=1))
+    return status
 
 
 def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Cluster]:
     """The rows of all world sizes and lengths, and the machines. Raises ValueError for overrides that are refused."""
-    own, rest = _split(given)
-    cluster = topologies.named(own["topology"][0])
-    if len(own["topology"]) > 1:
-        raise ValueError(f"topology={','.join(own['topology'])}: several; give one")
-    variants = own.get("attention", [])
+    if not given:
+        raise ValueError("nothing to predict: give a workload, as in config=llama3_8b seq_len=131072 world_size=8,64")
+    own, rest = dict(USUAL), []
+    for text in given:
+        key, sign, value = text.partition("=")
+        if key.startswith("attention."):
+            raise ValueError(f"{text}: options are candidates here; leave it out, and give --every to see all of them")
+        if key in OWN and sign:
+            own[key] = value
+        else:
+            rest.append(text)
+    cluster = topologies.named(own["topology"])
+    variants = own["attention"].split(",") if "attention" in own else []
     for name in variants:
         if name not in VARIANTS:
             raise ValueError(f"attention={name}: not a variant that the model knows; {nearest(name, VARIANTS)}")
     resolve.register()
-    overrides.check(rest, True)
-    with initialize_config_module("runner.conf", version_base="1.3"):
-        cfg = compose("config", overrides=["hardware=cuda", "attention=auto", *rest])
-    kept = validation.stored()
-    by = dict(kept.factors) if kept else {}
-    lengths: list[int | None] = [*_numbers("seq_len", own)] or [None]
+    cfg = overrides.check(["hardware=cuda", "attention=auto", *rest], multirun=False)
+    by = dict(validation.stored().factors)
     predictions: list[Row] = []
-    for world in _numbers("world_size", own):
-        for length in lengths:
-            try:
-                predictions += rows(experiment(cfg, world, length), cluster, variants, by, every)
-            except (InvalidConfig, UnsupportedHere) as error:
-                predictions.append(Row(world, length or 0, "all", why=str(error)))
+    for world, length in product(_numbers("world_size", own), _numbers("seq_len", own) or [None]):
+        assert world is not None
+        try:
+            predictions += rows(experiment(cfg, world, length), cluster, variants, by, every)
+        except (InvalidConfig, UnsupportedHere) as error:
+            predictions.append(Row(world, length or 0, "all", why=str(error)))
     if all(row.variant == "all" for row in predictions):
         raise ValueError(predictions[0].why)
     return predictions, cluster
 
 
-def _split(given: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
-    """The values of the keys in `OWN`, and the other overrides."""
-    own = {key: value.split(",") for key, value in USUAL.items()}
-    rest = []
-    for text in given:
-        key, sign, value = text.partition("=")
-        if key in OWN and sign:
-            own[key] = value.split(",")
-        elif key.startswith("attention."):
-            raise ValueError(f"{text}: options are candidates here; leave it out, and give --every to see all of them")
-        else:
-            rest.append(text)
-    return own, rest
-
-
-def _numbers(key: str, own: dict[str, list[str]]) -> list[int]:
-    return [whole(key, int(text) if text.isdecimal() else text) for text in own.get(key, [])]
+def _numbers(key: str, own: dict[str, str]) -> list[int | None]:
+    texts = own[key].split(",") if key in own else []
+    return [whole(key, int(text) if text.isdecimal() else text) for text in texts]
 
 
 def error_text(cluster: Cluster, called: Collection[str]) -> str:
     """What is known of the error of predictions of these kinds of call."""
     kept = validation.stored()
-    if kept is None or kept.device != (cluster.gpu or "cpu"):
+    if kept.device != (cluster.gpu or "cpu"):
         return "Error: no result validates this machine."
     text = f"Error where it was measured, {kept.text(called)}. Larger worlds were never measured"
     text += ", nor links between nodes" if cluster.gpus else ""
@@ -143,21 +144,3 @@ def _show(predictions: Sequence[Row], title: str) -> None:
         cells = (cell(row) if row.ms is not None or title in ALWAYS else "" for title, cell in COLUMNS.items())
         table.add_row(*cells)
     terminal.note_dropped(terminal.show(table, WORDS, DROP), ": a wider terminal, or COLUMNS=200, shows them")
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=1))
-
-
-def _validate(asked: Namespace) -> int:
-    from runner.report import runs
-
-    outcome = validation.validate(runs.read(asked.validate))
-    if asked.format == "json":
-        _print_json(asdict(outcome))
-    else:
-        print(outcome.markdown)
-    if asked.write:
-        validation.write(outcome)
-        terminal.err.print(f"written: {validation.STORED}")
-    return 0

@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from attention.errors import nearest
+from runner.config.overrides import choices_of
 from runner.costs import links
 from runner.costs.hardware import DEFAULTS, Ceilings, Machine
 from runner.costs.links import Link, Measured
@@ -61,15 +62,10 @@ class Cluster(Topology):
         return row if self.inside is None else None
 
 
-def names() -> list[str]:
-    folder = resources.files("runner.conf") / "topology"
-    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
-
-
 def named(name: str) -> Cluster:
     """Raises ValueError for an unknown name."""
-    if name not in names():
-        raise ValueError(f"topology={name}: not a topology; {nearest(name, names())}")
+    if name not in (names := choices_of("topology")):
+        raise ValueError(f"topology={name}: not a topology; {nearest(name, names)}")
     text = (resources.files("runner.conf") / "topology" / f"{name}.yaml").read_text()
     values: Any = OmegaConf.to_container(OmegaConf.create(text))
     values |= {key: Link(**x) for key, x in values.items() if isinstance(x, dict)}

@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from runner.costs.choice import Duration
+from runner.costs.model import Duration
 from runner.reading import read_text
 from runner.report.modelled import Kind, Point, points
 from runner.report.runs import Run
@@ -87,46 +87,33 @@ class Validation:
 
 def validate(runs: Sequence[Run]) -> Validation:
     """Raises ValueError where there are not two world sizes of the model's variants on one kind of device."""
-    found = points(runs)
-    devices = {point.run.gpu or "cpu" for point in found}
-    worlds = sorted({point.run.world_size or 1 for point in found})
+    known = points(runs)
+    devices = {point.run.gpu or "cpu" for point in known}
+    worlds = sorted({point.run.world_size or 1 for point in known})
     if len(worlds) < 2 or len(devices) != 1:
         raise ValueError(
-            f"{len(found)} passes of world sizes {worlds} on {', '.join(sorted(devices)) or 'no device'}: a validation needs results "
+            f"{len(known)} passes of world sizes {worlds} on {', '.join(sorted(devices)) or 'no device'}: a validation needs results "
             "of two world sizes on one kind of device; give --validate a folder with both"
         )
     *smaller, largest = worlds
-    by = factors(point for point in found if point.run.world_size in smaller)
-    errors: dict[tuple[bool, str], list[float]] = defaultdict(list)
-    for point in found:
+    by = factors(point for point in known if point.run.world_size != largest)
+    shares: dict[tuple[bool, str], list[float]] = defaultdict(list)
+    for point in known:
         if point.run.world_size == largest:
             ms = calibrated(point.model, point.kind, by).ms
-            errors[point.launch_bound, point.kind[3]].append(abs(ms / point.measured - 1))
-    summed = [_errors(name, bound, sorted(each)) for (bound, name), each in sorted(errors.items())]
-    return Validation(devices.pop(), tuple(smaller), largest, tuple(summed), tuple(sorted(by.items())))
+            shares[point.launch_bound, point.kind[3]].append(abs(ms / point.measured - 1))
+    errors = []
+    for (bound, name), ordered in sorted((key, sorted(x)) for key, x in shares.items()):
+        p90 = ordered[int(0.9 * (len(ordered) - 1))]
+        summed = (round(x, 4) for x in (median(ordered), p90, ordered[-1]))
+        errors.append(Errors(name, bound, len(ordered), *summed))
+    return Validation(devices.pop(), tuple(smaller), largest, tuple(errors), tuple(sorted(by.items())))
 
 
-def _errors(name: str, bound: bool, each: list[float]) -> Errors:
-    shares = median(each), each[int(0.9 * (len(each) - 1))], each[-1]
-    return Errors(name, bound, len(each), *(round(share, 4) for share in shares))
-
-
-def write(found: Validation, path: Path = STORED) -> None:
-    """For later predictions."""
-    path.write_text(json.dumps(asdict(found), indent=1) + "\n")
-
-
-def stored(path: Path = STORED) -> Validation | None:
-    """The validation of the results that this project keeps."""
-    if not path.exists():
-        return None
-    values = json.loads(read_text(path))
-    return Validation(
-        values["device"],
-        tuple(values["calibrated_on"]),
-        values["predicted"],
-        tuple(Errors(**error) for error in values["errors"]),
-        tuple(
-            ((device, kernel, which, called), factor) for (device, kernel, which, called), factor in values["factors"]
-        ),
-    )
+def stored() -> Validation:
+    """The validation of the results that this project keeps, of which `--write` makes a new one."""
+    values = json.loads(read_text(STORED))
+    values["calibrated_on"] = tuple(values["calibrated_on"])
+    values["errors"] = tuple(Errors(**error) for error in values["errors"])
+    values["factors"] = tuple((tuple(kind), factor) for kind, factor in values["factors"])
+    return Validation(**values)

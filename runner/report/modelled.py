@@ -11,9 +11,8 @@ from attention.geometry.counts import Shapes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.config.variants import ONE_RANK
-from runner.costs.choice import Candidate, Duration, Task
 from runner.costs.hardware import Machine, ceilings
-from runner.costs.model import estimate
+from runner.costs.model import Candidate, Duration, Task, estimate
 from runner.report.runs import Run
 
 PASSES = ("forward", "backward")
@@ -95,7 +94,7 @@ def points(runs: Iterable[Run]) -> list[Point]:
             made = estimate(candidate, asked, machine(run), run.transport or "symm")
         except ODD_OPTIONS:
             continue
-        for which, model in zip(PASSES, made.both, strict=False):
+        for which, model in zip(PASSES, made.passes, strict=False):
             ms = run.ms(which)
             if ms:
                 found.append(Point(run, which, model, ms))

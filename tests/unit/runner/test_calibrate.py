@@ -8,7 +8,7 @@ import pytest
 from attention.geometry.counts import Shapes
 from runner import calibrate
 from runner.costs import rates
-from runner.costs.choice import Task
+from runner.costs.model import Task
 from runner.costs.rates import CallClass
 from runner.report import runs
 from tests.support.paths import ROOT
