@@ -6,10 +6,10 @@ from __future__ import annotations
 import importlib.util
 import textwrap
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any
 
 from runner.report.comparison import comparable
 from runner.report.labels import labels
@@ -28,7 +28,6 @@ TITLE = 44  # characters of a line of a facet's title
 WITHOUT = {"pack": "one sequence", "features": "plain attention", "model": "attention alone", "q_len": "S queries"}
 
 Row = dict[str, Any]
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -127,30 +126,35 @@ def point(run: Run, label: str, panel: str, which: str, **more: Any) -> Row:
     }  # fmt: skip
 
 
+def plotted(runs: Sequence[Run], keys: Iterable[str], which: str, more: Callable[[Run], Row]) -> list[Row]:
+    """A row for each run, in a panel for each combination of `keys`, with `more` of the run."""
+    named, keys = labels(runs), list(keys)
+    return [point(run, named[run], place(run, keys), which, **more(run)) for run in runs]
+
+
 def points(runs: Sequence[Run], axes: Axes, which: str = "total") -> list[Row]:
     """A row for each run, and one for each place of the dense attention that was timed beside sparse runs: its time
     alone."""
-    named = labels(runs)
-    rows: list[Row] = []
+    rows = plotted(runs, axes.panel, which, lambda run: {"over": getattr(run, axes.over) if axes.over else None})
     dense: dict[tuple[Any, ...], Row] = {}
-    for run in runs:
-        over = getattr(run, axes.over) if axes.over else None
-        rows.append(row := point(run, named[run], place(run, axes.panel), which, over=over))
+    for run, row in zip(runs, rows, strict=True):
         if (ms := run.dense_ms.get(row["pass"])) is not None:
             name = dict.fromkeys(("label", "variant"), "dense attention")
-            dense[row["panel"], over] = row | name | {"time": short(ms), "p10": None, "p90": None, "tflops": None}
+            dense[row["panel"], row["over"]] = (
+                row | name | {"time": short(ms), "p10": None, "p90": None, "tflops": None}
+            )
     return [*rows, *dense.values()]
 
 
-def several(rows: Sequence[Row], field: str, *by: str) -> list[Row]:
-    """The rows whose group, of one value of each of `by`, has several values of `field`."""
+def several(rows: Sequence[Row], field: str) -> list[Row]:
+    """The rows of lines that have several values of `field`."""
     values = defaultdict(set)
     for row in rows:
-        values[*(row[key] for key in by)].add(row[field])
-    return [row for row in rows if len(values[*(row[key] for key in by)]) > 1]
+        values[row["label"], row["panel"]].add(row[field])
+    return [row for row in rows if len(values[row["label"], row["panel"]]) > 1]
 
 
-def few(items: Sequence[Item], most: int, noun: str) -> tuple[list[Item], str]:
+def few(items: Sequence[Any], most: int, noun: str) -> tuple[list[Any], str]:
     """At most so many of the items, evenly picked in their order, and a sentence that says it where some are left out."""
     if len(items) <= most:
         return list(items), ""

@@ -17,7 +17,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from runner.config import folders
 from runner.output import commands
@@ -48,6 +47,8 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
     if bool(options.into) != bool(options.section):
         raise ValueError("--into FILE and --section NAME belong together: give both or none")
     runs = where(read(options.folders), options.where)
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
     return _section(runs, options, arguments) if options.into else _report(runs, options)
 
 
@@ -62,10 +63,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="the report's folder (default: FOLDER; of several folders outputs/report-<time>)")
     add("--into", type=Path, metavar="FILE", help="only put a table and a chart into this file")
     add("--section", metavar="NAME", help="between <!-- report:NAME --> and <!-- /report:NAME -->")
-    tables = ("runs", "comparison", "headline", "models")
     add(
         "--table",
-        choices=tables,
+        choices=("runs", "comparison", "headline", "models"),
         default="runs",
         help="of the section; headline: auto against each external package; models: memory, parameters, loss",
     )
@@ -77,40 +77,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def _report(runs: list[Run], options: argparse.Namespace) -> int:
     """Write report.md, report.html and the charts, with a part for each sweep."""
-    out = options.out
-    if out is None and len(options.folders) > 1:
-        out = folders.create(Path("outputs"), f"report-{folders.now()}")
-    out = _made(out or options.folders[0])
     missing = charts.missing()
     if options.page and missing:
         raise ValueError(missing)
-    of = parts.parts(runs, out, options.which, options.together)
-    name = out.resolve().name
-    if options.page:
-        print(f"Report: {page.write(out, name, of)}")
-        return 0
-    for part in of:
-        for panel in part.panels:
-            _write_png(panel.spec, out / f"{part.prefix}{panel.name}.png")
-    write_text(out / "report.md", "\n".join([f"# {escaped(name)}", "", *(part.markdown() for part in of)]))
+    out = options.out or (
+        folders.create(Path("outputs"), f"report-{folders.now()}") if len(options.folders) > 1 else options.folders[0]
+    )
+    sweeps = parts.parts(runs, out, options.which, options.together)
+    files = [] if options.page else [out / "report.md"]
+    if files:
+        for part in sweeps:
+            for panel in part.panels:
+                _write_png(panel, out / f"{part.prefix}{panel.name}.png")
+        text = "\n".join([f"# {escaped(out.resolve().name)}", "", *(part.markdown() for part in sweeps)])
+        write_text(files[0], text)
     if missing:
         print(missing, file=sys.stderr)
-        print(f"Report: {out / 'report.md'}")
     else:
-        print(f"Report: {out / 'report.md'}, {page.write(out, name, of)}")
+        files.append(page.write(out, sweeps))
+    print(f"Report: {', '.join(map(str, files))}")
     return 0
 
 
-def _write_png(spec: dict[str, Any], path: Path) -> None:
+def _write_png(panel: charts.Panel, path: Path) -> None:
     from runner.report.drawing import write_png
 
-    write_png(spec, path)
-
-
-def _made(folder: Path) -> Path:
-    """The folder, which is made if it is missing. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    write_png(panel.spec, path)
 
 
 def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str]) -> int:
@@ -151,8 +143,8 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
     panel = next((panel for panel in panels(runs, options.which) if panel.name == options.chart), None)
     if panel is None:
         raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
-    path = _made(options.out or options.folders[0]) / f"{options.section}_{options.chart}.png"
-    _write_png(panel.spec, path)
+    path = (options.out or options.folders[0]) / f"{options.section}_{options.chart}.png"
+    _write_png(panel, path)
     title = f"{charts.KINDS[options.chart]}, {options.section.replace('_', ' ')}"
     return f"![{title}]({os.path.relpath(path, options.into.parent)})"
 

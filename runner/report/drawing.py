@@ -28,7 +28,6 @@ LARGE, SMALL = {"width": 560, "height": 340}, {"width": 380, "height": 250}  # a
 STEP = 24  # of a bar
 MOST_TICKS = 12  # of an x axis that has one for each length
 MOST_BARS = 200
-MOST_MARKED = 400  # points; more are lines alone
 # 8192 is labelled 8K
 TOKENS = (
     "datum.value >= 1048576 ? format(datum.value / 1048576, '~g') + 'M' : "
@@ -75,60 +74,45 @@ def tips(fields: str) -> list[Any]:
     return [alt.Tooltip(f"{field}:N", title=FIELDS.get(field, field)) for field in fields.split()]
 
 
-def told_apart(rows: Sequence[Row], external: Any, ours: Any, how: str) -> tuple[Any, str]:
-    """The value of a channel that tells external packages from ours, and the sentence that says `how`, where there are some."""
-    note = f"External packages are {how}." if any(row["external"] for row in rows) else ""
-    return alt.condition("datum.external", alt.value(external), alt.value(ours)), note
+def external(rows: Sequence[Row], how: str) -> str:
+    """The sentence that says how external packages are told from ours, where there are some."""
+    return f"External packages are {how}." if any(row["external"] for row in rows) else ""
 
 
 def lines(
-    name: str,
-    title: str,
-    note: str,
-    rows: Sequence[Row],
-    x: Axis,
-    y: Axis,
-    fields: str,
-    *,
-    guides: Sequence[Row] = (),
-    connected: bool = True,
+    name: str, title: str, note: str, rows: Sequence[Row], x: Axis, y: Axis, fields: str, *, connected: bool = True
 ) -> list[Panel]:
     """A line for each label over the rows that have the field of `y`, dashed for external packages, with points and thin lines over their
     spread; or the points alone, where these are not connected. A click on the legend shows one label. fields: under the
-    mouse. guides: the places of a dashed line below, of panels as those of the rows."""
-    drawn = [row for row in rows if row[y.field] is not None]
-    kept, left_out = thinned(faceted(drawn, MOST_LINES if connected else len(rows)), x.field)
-    if not kept:
+    mouse. A dashed line below them leads through the `ideal` of the rows, which may have that alone."""
+    kept, left_out = thinned(faceted(rows, MOST_LINES if connected else len(rows)), x.field)
+    drawn = [row for row in kept if row.get(y.field) is not None]
+    if not drawn:
         return []
-    facets = {(row["panel"], row["facet"]) for row in kept}
-    below = [
-        row | {"facet": facet, "guide": True} for row in guides for panel, facet in facets if panel == row["panel"]
-    ]
-    base = alt.Chart(alt.Data(values=[*kept, *below])).encode(x=x.of(alt.X, kept), y=y.of(alt.Y, kept))
-    names = list(dict.fromkeys(row["label"] for row in kept))
+    base = alt.Chart(alt.Data(values=kept)).encode(x=x.of(alt.X, drawn), y=y.of(alt.Y, drawn))
+    names = list(dict.fromkeys(row["label"] for row in drawn))
     picked = alt.selection_point(fields=["label"], bind="legend")
     colors = alt.Scale(domain=names) if len(names) <= len(COLORS) else alt.Scale(domain=names, scheme="tableau20")
-    runs = base.transform_filter("!datum.guide").encode(
+    runs = base.encode(
         color=alt.Color("label:N", title=None, scale=colors),
         tooltip=tips(fields),
         opacity=alt.condition(picked, alt.value(1), alt.value(0.1)),
     )
-    dash, dashed = told_apart(kept, [6, 4], [1, 0], "dashed")
     layers = []
-    if below:
-        guide = base.transform_filter("datum.guide").mark_line(color=QUIET, strokeDash=[3, 3])
-        layers.append(guide.encode(detail="panel:N"))
+    if any("ideal" in row for row in kept):
+        ideal = base.mark_line(color=QUIET, strokeDash=[3, 3])
+        layers.append(ideal.encode(y=alt.Y("ideal:Q", title=y.title), detail="panel:N"))
     if connected:
+        dash = alt.condition("datum.external", alt.value([6, 4]), alt.value([1, 0]))
         layers.append(runs.mark_line(strokeWidth=2).encode(strokeDash=dash))
+        note = f"{note} {external(drawn, 'dashed')}"
         if y.field in SPREAD:
             low, high = SPREAD[y.field]
             ends = runs.mark_rule(strokeWidth=1.5).transform_calculate(low=low, high=high)
             layers.append(ends.encode(y=alt.Y("low:Q", title=y.title), y2="high:Q"))
-    if not connected or len(kept) <= MOST_MARKED:
-        layers.append(runs.mark_circle(size=45))
-    layers[-1] = layers[-1].add_params(picked)
-    size = LARGE if len({facet for _, facet in facets}) == 1 else SMALL
-    return [panel(name, title, [note, dashed * connected, left_out], alt.layer(*layers), kept, size, by="facet")]
+    layers.append(runs.mark_circle(size=45).add_params(picked))
+    size = SMALL if len({row["facet"] for row in drawn}) > 1 else LARGE
+    return [panel(name, title, [note, left_out], alt.layer(*layers), kept, size, by="facet")]
 
 
 def bars(name: str, title: str, note: str, rows: Sequence[Row], x: Axis, fields: str) -> list[Panel]:
@@ -144,13 +128,24 @@ def bars(name: str, title: str, note: str, rows: Sequence[Row], x: Axis, fields:
     def over(field: str) -> Any:
         return alt.X(f"{field}:Q", title=x.title, stack=None, axis=alt.Axis(tickCount=6))
 
-    color, grey = told_apart(kept, GREY, BLUE, "grey")
+    color = alt.condition("datum.external", alt.value(GREY), alt.value(BLUE))
     drawn = base.mark_bar().encode(x=over(x.field), color=color)
     ends = base.mark_rule(strokeWidth=2).encode(x=over("low"), x2="high:Q", color=alt.value(QUIET))
     text = base.mark_text(align="left", dx=5).encode(x=over("high"), text=alt.Text(f"{x.field}:Q", format=".4r"))
     room = base.mark_point(opacity=0).encode(x=over("room"))  # for the numbers
     size, own = {"width": 380, "height": alt.Step(STEP)}, {"x": "independent", "y": "independent"}
-    return [panel(name, title, [note, grey, left_out], drawn + ends + text + room, kept, size, by="facet", scales=own)]
+    return [
+        panel(
+            name,
+            title,
+            [note, external(kept, "grey"), left_out],
+            drawn + ends + text + room,
+            kept,
+            size,
+            by="facet",
+            scales=own,
+        )
+    ]
 
 
 def panel(
@@ -162,15 +157,16 @@ def panel(
     size: Row,
     *,
     by: str = "panel",
+    columns: int = 2,
     scales: Row | None = None,
 ) -> Panel:
-    """A chart of these rows with a facet for each value of `by`. size: of a facet; a page makes them as wide as there is room.
-    scales: which of them the facets do not share."""
+    """A chart of these rows with a facet for each value of `by`. size: of a facet; a page makes them as wide as there is room, and
+    several columns as many as there is room for. scales: which of them the facets do not share."""
     facets = list(dict.fromkeys(row[by] for row in rows))
     chart = drawn.properties(**size)
     if len(facets) > 1:
         header = alt.Header(labelExpr=r"split(datum.label, '\n')")
-        chart = chart.facet(alt.Facet(f"{by}:N", title=None, sort=facets, header=header), columns=2)
+        chart = chart.facet(alt.Facet(f"{by}:N", title=None, sort=facets, header=header), columns=columns)
         chart = chart.resolve_axis(x="independent", y="independent").resolve_scale(**scales or {})
     return Panel(name, title, " ".join(filter(None, notes)), chart.to_dict(validate=False))
 

@@ -121,8 +121,11 @@ def kernel_bytes(run: Run, which: str) -> int | None:
         )
     except ODD_OPTIONS:
         return None
-    directions = {"forward": (False,), "backward": (True,)}.get(which, (False, True))
     return max(
-        sum(counts.kernel_bytes(problem, made.shapes, rank, backward) for backward in directions)
+        sum(
+            counts.kernel_bytes(problem, made.shapes, rank, direction == "backward")
+            for direction in PASSES
+            if which in (direction, "total")
+        )
         for rank in range(problem.ranks)
     )

@@ -21,14 +21,8 @@ from runner.report.table import swept
 NAME = "report.html"
 
 
-def write(out: Path, title: str, of: Sequence[Part]) -> Path:
-    """Write the page into the folder `out`. Raises OSError."""
-    write_text(out / NAME, page(title, of, out))
-    return out / NAME
-
-
-def page(title: str, of: Sequence[Part], out: Path) -> str:
-    """The page. out: its folder, from which files of runs are linked."""
+def write(out: Path, of: Sequence[Part]) -> Path:
+    """Write the page into the folder `out`, from which files of runs are linked. Raises OSError."""
     import jinja2
     from markupsafe import Markup
 
@@ -37,26 +31,21 @@ def page(title: str, of: Sequence[Part], out: Path) -> str:
     runs = [run for part in of for run in part.runs]
     sweeps = [part.name for part in of for _ in part.runs]
     specs = {f"{part.prefix}{panel.name}": panel.spec for part in of for panel in part.panels}
-    every = columns(runs, sweeps, out)
-    data = {"count": len(runs), "workload": WORKLOAD, "columns": [column.plain() for column in every]}
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(charts.asset), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
-    )
-    return environment.get_template("page.html").render(
+    environment = jinja2.Environment(loader=jinja2.FunctionLoader(charts.asset), autoescape=True, trim_blocks=True)
+    text = environment.get_template("page.html").render(
         title=swept(runs),
-        source=title,
-        summary=_summary(of),
-        style=Markup(charts.asset("page.css")),
-        script=Markup("\n".join(map(charts.asset, ("page.js", "runs.js")))),
-        theme=Markup(charts.asset("theme.json")),
-        bundle=Markup(bundle() if specs else ""),
-        specs=Markup(in_script(specs)),
+        source=out.resolve().name,
+        runs=runs,
         parts=of,
-        charted=bool(specs) or any(part.compared for part in of),
         failures=tables.failure_groups(runs),
         failed=STATUSES[1:],
-        data=Markup(in_script(data)),
+        asset=lambda name: Markup(charts.asset(name)),
+        bundle=Markup(bundle() if specs else ""),
+        specs=Markup(in_script(specs)),
+        data=Markup(in_script({"count": len(runs), "workload": WORKLOAD, "columns": columns(runs, sweeps, out)})),
     )
+    write_text(out / NAME, text)
+    return out / NAME
 
 
 def in_script(value: Any) -> str:
@@ -70,14 +59,6 @@ def at_end_of_sweep(folder: Path) -> str:
     if why := charts.missing():
         return why
     try:
-        return f"Page: {write(folder, folder.name, parts(read([folder]), folder))}"
+        return f"Page: {write(folder, parts(read([folder]), folder))}"
     except Exception as error:
         return f"no {NAME}: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-
-
-def _summary(of: Sequence[Part]) -> str:
-    runs = [run for part in of for run in part.runs]
-    machines = list(dict.fromkeys(part.summary.splitlines()[0] for part in of))
-    ok = sum(run.status == "ok" for run in runs)
-    where = machines[0] if len(machines) == 1 else f"{len(of)} sweeps"
-    return f"{len(runs):,} runs, {ok:,} ok · {where}"

@@ -65,10 +65,10 @@ async function embedded(place, change) {
 
 // Facets share the width that their labels and the legend leave, as many beside each other as are wide enough.
 async function faceted(place, spec) {
-  const rows = "row" in spec.facet, panels = new Set(spec.data.values.map((row) => row[spec.facet.field])).size;
-  for (let most = rows || place.clientWidth < NARROW ? 1 : MOST_COLUMNS; ; most--) {
-    const columns = rows ? 1 : Math.ceil(panels / Math.ceil(panels / most)); // rows that are as full as can be
-    const sized = (width) => ({ ...(rows ? {} : { columns }), spec: { ...spec.spec, width } });
+  const panels = new Set(spec.data.values.map((row) => row[spec.facet.field])).size;
+  for (let most = spec.columns === 1 || place.clientWidth < NARROW ? 1 : MOST_COLUMNS; ; most--) {
+    const columns = Math.ceil(panels / Math.ceil(panels / most)); // rows that are as full as can be
+    const sized = (width) => ({ columns, spec: { ...spec.spec, width } });
     let width = LEAST, left = 0;
     for (let turn = 0; turn < 4; turn++) { // what stands beside facets changes a little with their width
       await embedded(place, sized(width));

@@ -8,6 +8,12 @@ const value = (one, run) => {
 };
 const at = (key, run) => value(column[key], run);
 const facts = columns.filter((one) => one.group === "fact");
+for (const one of facts) one.shown = !["label", "attention", "options", "limited by"].includes(one.key); // the label has the second and third
+// A time has its interquartile range over its median, and the ends of its interval, in other columns.
+for (const one of columns.filter((one) => one.group === "metric" && one.key.endsWith("_ms"))) {
+  const [iqr, low, high] = ["iqr", "low", "high"].map((end) => column[one.key.replace(/ms$/, end)]);
+  if (low) one.also = { iqr, low, high };
+}
 const times = columns.filter((one) => one.also).sort((a, b) => (b.key === "total_ms") - (a.key === "total_ms"));
 
 const digits = (x) => (x >= 99.995 ? x.toFixed(1) : x >= 9.9995 ? x.toFixed(2) : x >= 0.001 || x === 0 ? x.toFixed(3) : x.toPrecision(3));
@@ -84,7 +90,7 @@ function head(shown) {
 
 function cell(one, run) {
   const x = value(one, run);
-  const share = one.also && x !== null ? at(one.also.spread, run) : null;
+  const share = one.also && x !== null ? value(one.also.iqr, run) : null;
   const kind = `${kindOf(one)} ${one.key === "status" && x !== "ok" ? "failed" : ""}`.trim();
   return make("td", { class: kind || null, title: share === null ? null : `interquartile range ${percent(share)} of the median` }, text(one, x));
 }
@@ -92,7 +98,7 @@ function cell(one, run) {
 // One badge a run: the largest interquartile range over the median of its times.
 const percent = (share) => FORMATS.percent(share);
 function noise(run) {
-  const worst = Math.max(0, ...times.map((one) => at(one.also.spread, run) ?? 0));
+  const worst = Math.max(0, ...times.map((one) => value(one.also.iqr, run) ?? 0));
   return worst <= NOISY ? null : make("span", { class: "noisy", title: "the largest interquartile range over the median of its times" }, ` ±${percent(worst)}`);
 }
 
@@ -119,7 +125,7 @@ function inside(run) {
     const links = Object.entries(at("files", run)).flatMap(([name, path]) => [make("a", { href: path }, name.startsWith("trace") ? `${name} (open it in Perfetto)` : name), " "]);
     found.append(block("Files", make("p", {}, ...links), true));
   }
-  const measured = [...of("fact"), ...of("metric"), ...of("spread").filter(([title]) => title.endsWith("IQR"))];
+  const measured = [...of("fact"), ...of("metric"), ...times.map((one) => [`${one.title} IQR`, text({ format: "percent" }, value(one.also.iqr, run))]).filter(([, x]) => x)];
   found.append(block("This run", listed([["name", at("name", run)], ...measured])), block("Environment", listed(of("environment"))), block("Configuration", configuration(run)));
   return found;
 }
@@ -145,7 +151,7 @@ function ratio(one, a, b, alike) {
   if (x === null || y === null || !x) return make("td", {}, "");
   const timed = [column.total_ms, column.forward_ms].find((c) => c && value(c, a) !== null && value(c, b) !== null);
   const also = one.also || (OF_TIMES.includes(one.key) ? timed?.also : null);
-  const ends = also ? [at(also.low, a), at(also.high, a), at(also.low, b), at(also.high, b)] : [];
+  const ends = also ? [value(also.low, a), value(also.high, a), value(also.low, b), value(also.high, b)] : [];
   const unknown = ends.some((end) => end === null);
   const even = also && !unknown && ends[0] <= ends[3] && ends[2] <= ends[1];
   const better = one.better === "lower" ? y < x : y > x;

@@ -12,11 +12,11 @@ from runner.report.charts import (
     Row,
     joined,
     place,
+    plotted,
     point,
     points,
     several,
     short,
-    timed,
     varying,
 )
 from runner.report.drawing import Axis, bars, lines
@@ -44,7 +44,6 @@ NOTES = {
 
 def times(runs: Sequence[Run], which: str) -> list[Panel]:
     """Time and rate over the length or the world size or, where neither varies much, as bars."""
-    runs = timed(runs)
     if not runs:
         return []
     axes = Axes.of(runs)
@@ -69,57 +68,42 @@ def over_axis(axes: Axes) -> Axis:
 def efficiency(runs: Sequence[Run], which: str) -> list[Panel]:
     """A line over two world sizes or more for each label, a panel for each other workload; none of a single pass, whose
     baseline is not known."""
-    runs = timed(runs)
-    if which != "total" or not runs:
+    against = scaling(runs)
+    if which != "total" or not against:
         return []
-    axes, named, against = Axes.of(runs, "world_size"), labels(runs), scaling(runs)
-    rows = [
-        point(
-            run, named[run], place(run, axes.panel), which,
-            over=run.world_size, efficiency=short(against[run].efficiency),
-        )
-        for run in runs
-        if run in against
-    ]  # fmt: skip
-    rows = several(rows, "over", "label", "panel")
-    ideal = [{"panel": row["panel"], "over": row["over"], "efficiency": 1} for row in rows]
+    axes, runs = Axes.of(runs, "world_size"), list(against)
+    efficiencies = {
+        run: {"over": run.world_size, "efficiency": short(against[run].efficiency), "ideal": 1} for run in runs
+    }
+    rows = plotted(runs, axes.panel, which, efficiencies.__getitem__)
+    about = ("efficiency", KINDS["efficiency"], NOTES["efficiency"], several(rows, "over"))
     y = Axis("efficiency", "efficiency", format="%")
-    about = ("efficiency", KINDS["efficiency"], NOTES["efficiency"], rows)
-    return lines(*about, over_axis(axes), y, "label panel over efficiency time", guides=ideal)
+    return lines(*about, over_axis(axes), y, "label panel over efficiency time")
 
 
 def density(runs: Sequence[Run], which: str) -> list[Panel]:
     """A line for each label over the densities of masks of one workload, where there are several; runs differ in the mask
     only."""
-    runs = [run for run in timed(runs) if run.mask and not run.model and run.result.metrics]
-    keys, named = varying(runs, "mask"), labels(runs)
-    rows = [
-        point(run, named[run], place(run, keys), which, mask=run.mask, density=short(run.result.metrics.density, 4))
-        for run in runs
-        if run.result.metrics and run.result.metrics.density
-    ]
-    rows = several(rows, "density", "label", "panel")
-    ideal = []
-    for panel in {row["panel"] for row in rows}:
-        own = [row for row in rows if row["panel"] == panel]
-        top = min(own, key=lambda row: (-row["density"], row["time"]))
-        ideal += [row | {"time": short(top["time"] * row["density"] / top["density"])} for row in own]
+    metrics = {run: run.result.metrics for run in runs if run.mask and not run.model and run.result.metrics}
+    densities = {run: short(of.density, 4) for run, of in metrics.items() if of.density}
+    runs = list(densities)
+    rows = plotted(runs, varying(runs, "mask"), which, lambda run: {"mask": run.mask, "density": densities[run]})
+    rows = several(rows, "density")
+    for row in rows:
+        own = (other for other in rows if other["panel"] == row["panel"])
+        densest = min(own, key=lambda row: (-row["density"], row["time"]))
+        row["ideal"] = short(densest["time"] * row["density"] / densest["density"])
     x, y = Axis("density", "density of the mask", ".2~%", log=3), Axis("time", f"{step_title(rows)}, ms", log=3)
     about = ("density", "Time against density", NOTES["density"], rows)
-    return lines(*about, x, y, "mask label density time tflops", guides=ideal)
+    return lines(*about, x, y, "mask label density time tflops")
 
 
 def memory(runs: Sequence[Run], which: str) -> list[Panel]:
     """Peak memory of the rank with most, over the sequence length, where a variant has two lengths."""
-    runs = [run for run in timed(runs) if run.result.peak_bytes]
-    keys, named = varying(runs, "seq_len"), labels(runs)
-    rows = [
-        point(
-            run, named[run], place(run, keys), which, over=run.seq_len, peak=short((run.result.peak_bytes or 0) / 2**30)
-        )
-        for run in runs
-    ]
-    rows = rows if several(rows, "over", "label", "panel") else []
+    peaks = {run: short(run.result.peak_bytes / 2**30) for run in runs if run.result.peak_bytes}
+    keys = varying(peaks, "seq_len")
+    rows = plotted(list(peaks), keys, which, lambda run: {"over": run.seq_len, "peak": peaks[run]})
+    rows = rows if several(rows, "over") else []
     about = ("memory", "Peak memory", NOTES["memory"], rows)
     y = Axis("peak", "peak memory, GiB", log=3)
     return lines(*about, over_axis(Axes("seq_len", ())), y, "label panel over peak")
@@ -128,7 +112,7 @@ def memory(runs: Sequence[Run], which: str) -> list[Panel]:
 def loss(runs: Sequence[Run], which: str) -> list[Panel]:
     """The loss of every training step, a line for each label and workload, a panel for each model; none where no model
     was trained for two steps."""
-    curves = {run: run.result.model.loss_curve for run in timed(runs) if run.result.model}
+    curves = {run: run.result.model.loss_curve for run in runs if run.result.model}
     curves = {run: curve for run, curve in curves.items() if len(curve) > 1}
     named, keys = labels(list(curves)), varying(curves, "model")
     models = varying(curves) != keys

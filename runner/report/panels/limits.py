@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from runner.report.charts import Panel, Row, few, point, short, timed
+from runner.report.charts import Panel, few, point, short
 from runner.report.drawing import Axis, lines
 from runner.report.labels import labels
 from runner.report.modelled import calibrated, kernel_bytes, points
@@ -23,16 +23,14 @@ PREDICTED = (
     "Times by the model of time, uncalibrated. On the dashed line both agree; a point above it ran faster than predicted. "
     "Errors: median {:.0%}, largest {:.0%}. {}"
 )
-MOST_ROOFLINE, MOST_PREDICTED = 400, 100  # runs
-MOST_LABELS = 20
-LEAST = 4  # predicted points
+MOST_RUNS = 400
 
 
 def roofline(runs: Sequence[Run], which: str) -> list[Panel]:
     """A point for each run with counted bytes and measured ceilings; a panel for the bytes of device memory and one for
     those that a rank receives, for each dtype and world size, below the highest ceilings of its runs, since disturbances
     make one too low."""
-    runs, left_out = few([run for run in timed(runs) if run.result.ceilings and not run.model], MOST_ROOFLINE, "runs")
+    runs, left_out = few([run for run in runs if run.result.ceilings and not run.model], MOST_RUNS, "runs")
     named, panels = labels(runs), defaultdict(list)
     roofs: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))  # TFLOP/s and GB/s
     for run in runs:
@@ -50,48 +48,42 @@ def roofline(runs: Sequence[Run], which: str) -> list[Panel]:
                 roofs[panel] = max(compute, ceilings["matmul_tflops"]), max(bandwidth, ceilings[ceiling])
                 intensity = short(metrics.flops[measured] / (run.world_size or 1) / size)
                 panels[panel].append(row | {"panel": panel, "intensity": intensity})
-    guides: list[Row] = []
     for panel, (compute, bandwidth) in roofs.items():
         ridge = compute / bandwidth * 1e3
         places = [ridge, *(row["intensity"] for row in panels[panel])]
-        for x in (min(places) / 2, ridge, max(places) * 2):
-            guides.append({"panel": panel, "intensity": short(x), "tflops": short(min(compute, bandwidth * x / 1e3))})
+        panels[panel] += [
+            panels[panel][0] | {"intensity": short(x), "tflops": None}
+            for x in (min(places) / 2, ridge, max(places) * 2)
+        ]
         for row in panels[panel]:
-            row["share"] = short(row["tflops"] / min(compute, bandwidth * row["intensity"] / 1e3), 3)
+            row["ideal"] = short(min(compute, bandwidth * row["intensity"] / 1e3))
+            row["share"] = row["tflops"] and short(row["tflops"] / row["ideal"], 3)
     x, y = Axis("intensity", "FLOPs a byte", "~s", log=1), Axis("tflops", rate_title(runs), log=1)
     about = (
         "roofline",
         "Roofline",
         ROOFLINE.format(left_out),
-        few_labels([row for rows in panels.values() for row in rows]),
+        [row for rows in panels.values() for row in rows],
     )
-    return lines(*about, x, y, "label kernel seq_len pass intensity tflops share", guides=guides, connected=False)
-
-
-def few_labels(rows: list[Row]) -> list[Row]:
-    """The rows, labelled by their variant alone where there are many labels."""
-    many = len({row["label"] for row in rows}) > MOST_LABELS
-    return [row | {"label": row["variant"]} for row in rows] if many else rows
+    return lines(*about, x, y, "label kernel seq_len pass intensity tflops share", connected=False)
 
 
 def predicted(runs: Sequence[Run], which: str) -> list[Panel]:
     """A point for each pass of a run that the model of time describes, on GPUs whose rates are measured."""
-    runs, left_out = few([run for run in timed(runs) if calibrated(run)], MOST_PREDICTED, "runs")
+    runs, left_out = few([run for run in runs if calibrated(run)], MOST_RUNS, "runs")
     named = labels(runs)
     rows = [
         point(
-            made.run, named[made.run], "", made.which,
-            predicted=short(made.model.ms), seq_len=fact(made.run, "seq_len"), ranks=made.run.world_size,
+            made.run, named[made.run], "", made.which, ideal=short(made.measured), predicted=short(made.model.ms),
+            seq_len=fact(made.run, "seq_len"), ranks=made.run.world_size,
             error=short(made.model.ms / made.measured - 1, 3),
         )
         for made in points(runs)
     ]  # fmt: skip
-    if len(rows) < LEAST:
+    if not rows:
         return []
-    ends = [ms for row in rows for ms in (row["time"], row["predicted"])]
-    guides = [{"panel": "", "time": ms, "predicted": ms} for ms in (min(ends), max(ends))]
     errors = [abs(row["error"]) for row in rows]
     note = PREDICTED.format(median(errors), max(errors), left_out)
-    about = ("predicted", "Predicted against measured", note, few_labels(rows))
+    about = ("predicted", "Predicted against measured", note, rows)
     x, y = Axis("time", "measured, ms", log=1), Axis("predicted", "predicted, ms", log=1)
-    return lines(*about, x, y, "label kernel pass seq_len ranks predicted time error", guides=guides, connected=False)
+    return lines(*about, x, y, "label kernel pass seq_len ranks predicted time error", connected=False)

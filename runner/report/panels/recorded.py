@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.output.run_tables import table_of
-from runner.report.charts import place, timed, varying
+from runner.report.charts import place, varying
 from runner.report.comparison import by_workload
 from runner.report.fair import by_time
 from runner.report.labels import labels
@@ -89,7 +89,7 @@ def chosen(runs: Sequence[Run], which: str) -> tuple[list[Recorded], str]:
     several ranks."""
     several = [
         run
-        for run in timed(runs)
+        for run in runs
         if (run.world_size or 1) > 1 and (run.result.phases or "kernel_times" in run.result.artifacts)
     ]
     if not several:
@@ -110,8 +110,7 @@ def chosen(runs: Sequence[Run], which: str) -> tuple[list[Recorded], str]:
         if phases or kernels:
             recorded.append(Recorded(named[run], run, median_iteration(phases), kernels))
     kind = "variant" if variants else "setting"
-    many = len(fastest) > MOST_RUNS
-    rule = f"The {MOST_RUNS} fastest of {len(fastest)} {kind}s" if many else f"The fastest run of each {kind}"
+    rule = f"The fastest run of each {kind}, at most {MOST_RUNS}"
     where = place(largest[0], varying(several)).replace("\n", " ")
     return recorded, f"{rule} at {where}." if where else f"{rule}."
 
@@ -130,7 +129,7 @@ def spent(recorded: Recorded) -> Rows:
             ms[*where, group] += row["ms"]
             ms[*where, OTHER] -= row["ms"]
     return [
-        {"run": recorded.label, "rank": f"rank {rank}", "pass": which, "group": group, "ms": round(time, 5)}
+        {"run": recorded.label, "rank": rank, "pass": which, "group": group, "ms": round(time, 5)}
         for (rank, which, group), time in sorted(ms.items())
         if rank in recorded.ranks and time > 0
     ]

@@ -58,7 +58,7 @@ def phases(runs: Sequence[Run], which: str) -> list[Panel]:
     chart = alt.Chart(alt.Data(values=rows)).mark_bar()
     chart = chart.transform_calculate(order=f"indexof({list(COLORS)}, datum.group)").encode(
         x=alt.X("ms:Q", title="ms per iteration", stack="zero"),
-        y=alt.Y("rank:N", title=None, sort=list(dict.fromkeys(row["rank"] for row in rows))),
+        y=alt.Y("rank:O", title="rank"),
         color=colored(rows),
         order="order:Q",
         tooltip=tips("run rank pass group ms"),
@@ -97,12 +97,10 @@ def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
         drawn.transform_filter(beside).mark_bar(height={"band": 0.5}),
         begins.mark_rule(strokeDash=[3, 3], color=QUIET),
         begins.mark_text(align="left", dx=3, dy=-7, color=QUIET).encode(text="pass:N", y=alt.value(0)),
-    ).properties(width=620, height=alt.Step(16))
-    header = alt.Header(labelOrient="top", labelAngle=0, labelAnchor="start", labelPadding=2)
-    chart = chart.facet(row=alt.Row("run:N", title=None, sort=[run.label for run in recorded], header=header))
+    )
     clock = ONE_CLOCK.format(_clocks(recorded)) if any(run.phases for run in recorded) else ""
-    note = " ".join(filter(None, (rule, clock, _about_kernels(recorded))))
-    return [Panel("timeline", "Timeline of one iteration", note, chart.to_dict(validate=False))]
+    size, notes = {"width": 620, "height": alt.Step(16)}, [rule, clock, _about_kernels(recorded)]
+    return [panel("timeline", "Timeline of one iteration", notes, chart, rows, size, by="run", columns=1)]
 
 
 def _about_kernels(recorded: Sequence[Recorded]) -> str:
@@ -122,7 +120,5 @@ def _about_kernels(recorded: Sequence[Recorded]) -> str:
 def _clocks(recorded: Sequence[Recorded]) -> str:
     """How far the clocks of the ranks may be apart."""
     comms = (run.run.result.comm for run in recorded)
-    error = max(
-        (comm.clocks.error_ms for comm in comms if comm and comm.clocks and comm.clocks.count > 1), default=None
-    )
-    return "" if error is None else CLOCKS.format(error * 1e3)
+    error = max((comm.clocks.error_ms for comm in comms if comm and comm.clocks), default=0.0)
+    return CLOCKS.format(error * 1e3) if error else ""

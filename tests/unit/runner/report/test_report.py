@@ -388,7 +388,7 @@ def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path, monkeypat
     written(tmp_path / "b", result("torch_cp", 4))
     assert report.main([str(tmp_path)]) == 0
     text = (tmp_path / "report.md").read_text()
-    assert f"## {tmp_path / 'a'}\n" in text and f"## {tmp_path / 'b'}\n" in text and "fastest external" not in text
+    assert "## a\n" in text and "## b\n" in text and "fastest external" not in text
     assert (tmp_path / "a_time.png").exists() and (tmp_path / "b_time.png").exists()
     assert report.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert [
