@@ -90,7 +90,7 @@ def changed(config: Mapping[str, Any]) -> list[str]:
     for group in GROUPS:
         value = config.get(group)
         name = (value.get("name") or value.get("method")) if isinstance(value, Mapping) else value
-        defaults |= _file(group, str(name))
+        defaults |= _file(group, name)
     return [
         key
         for key, text in flat(config).items()
@@ -105,7 +105,7 @@ def _schema() -> dict[str, str]:
 
 
 @cache
-def _file(group: str, name: str) -> dict[str, str]:
+def _file(group: str, name: Any) -> dict[str, str]:
     """The values that the file of a group's member sets, flat."""
     path = Path(str(resources.files("runner.conf"))) / group / f"{name}.yaml"
     values: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
