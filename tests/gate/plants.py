@@ -1,11 +1,11 @@
-"""Faults planted in the real code, one at a time, and what the gate says of them. A fault is an entry of `PLANTS`: a name, a
-change of one seam (`outputs`, `kernel`, `steps`, `changed`), and the run of `RUNS` that it shows in."""
+"""Faults planted in the real code, one at a time, and what the gate says of them. A fault is an entry of `PLANTS`, under the run of
+`RUNS` that it shows in: the seams that it changes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,72 +36,65 @@ from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.attention_work import AttentionWork
 
-Tensors = dict[str, Tensor]  # out and lse, or dq, dk, dv and dsinks, of this rank's shard
-Change = Callable[[Tensors, Plan], None]  # in place
-
-SIZE = ("batch=1", "heads=2", "kv_heads=1", "head_dim=16")
-FORWARD = ("mode=forward",)
-SOFTCAPS = (1, 15, 30, 50)
-RUNS = {  # overrides by name; all in a world of 2
-    "zigzag": ("attention=zigzag", "causal=true", *SIZE),
-    "forward": ("attention=zigzag", "causal=true", *SIZE, *FORWARD),
-    "ring": ("attention=ring", "causal=false", *SIZE, *FORWARD),
-    "causal ring": ("attention=ring", "causal=true", *SIZE),
-    "two heads": ("attention=zigzag", "causal=true", *SIZE, "kv_heads=2"),
-    "math": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "kernel=math"),
-    "ulysses": ("attention=ulysses", "causal=true", *SIZE, *FORWARD, "kv_heads=2"),
-    "documents": ("attention=ring", "mask=documents", *SIZE),
-    "named window": ("attention=ring", "mask=sliding_window", *SIZE),
-    "chunks": ("attention=llama3", "mask=chunked", *SIZE),
-    "ring window": ("attention=ring", "causal=true", *SIZE, *FORWARD, "window=[100,0]"),
-    "window": ("attention=ring_allgather", "causal=true", *SIZE, *FORWARD, "window=[100,0]"),
-    "packed": ("attention=llama3", "causal=true", *SIZE, *FORWARD),
-    "new packs": ("attention=llama3", "causal=true", *SIZE, "timing.new_packs=true"),
-    "batch": ("attention=zigzag", "causal=true", *SIZE, *FORWARD, "batch=2"),
-    "tree": ("attention=tree", "causal=false", *SIZE, *FORWARD, "q_len=16"),
-    "lengths": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "kv_lengths=[300,100]"),
-    "prefix": ("attention=tree", "causal=false", *SIZE, *FORWARD, "batch=2", "q_len=4", "prefix=64"),
-    "sinks": ("attention=zigzag", "causal=true", *SIZE, "sinks=true"),
-    **{f"softcap={cap}": ("attention=zigzag", "causal=true", *SIZE, f"softcap={cap}") for cap in SOFTCAPS},
-    "dilated": (
-        "attention=ring_dilated",
-        "attention.mixing=longnet",
-        "attention.segments=[64,512]",
-        "attention.rates=[1,2]",
-        "causal=true",
-        *SIZE,
-        "sinks=true",
-        "softcap=1",
-    ),
-    "values": ("attention=zigzag", "causal=true", *SIZE, "v_head_dim=8", "kernel=sdpa_flash"),
+SOFTCAPS = (1, 50)
+RUNS = {  # the variant and overrides, all in a world of 2
+    "zigzag": "zigzag",
+    "forward": "zigzag mode=forward",
+    "ring": "ring causal=false mode=forward",
+    "causal ring": "ring",
+    "two heads": "zigzag kv_heads=2",
+    "math": "zigzag mode=forward kernel=math",
+    "ulysses": "ulysses mode=forward kv_heads=2",
+    "documents": "ring mask=documents",
+    "named window": "ring mask=sliding_window",
+    "chunks": "llama3 mask=chunked",
+    "ring window": "ring mode=forward window=[100,0]",
+    "window": "ring_allgather mode=forward window=[100,0]",
+    "packed": "llama3 mode=forward seqlens=[100,50,62,30,70,110,90]",
+    "new packs": "llama3 timing.new_packs=true seqlens=[100,50,62,30,70,110,90]",
+    "batch": "zigzag mode=forward batch=2",
+    "tree": "tree causal=false mode=forward q_len=16",
+    "lengths": "tree causal=false mode=forward batch=2 q_len=4 kv_lengths=[300,100]",
+    "prefix": "tree causal=false mode=forward batch=2 q_len=4 prefix=64",
+    "sinks": "zigzag sinks=true",
+    **{f"softcap={cap}": f"zigzag softcap={cap}" for cap in SOFTCAPS},
+    "dilated": "ring_dilated attention.mixing=longnet attention.segments=[64,512] attention.rates=[1,2] sinks=true softcap=1",
+    "values": "zigzag v_head_dim=8 kernel=sdpa_flash",
 }
 
 
-@dataclass(frozen=True)
-class Plant:
-    name: str
-    plant: Callable[[], AbstractContextManager[object]]
-    run: str = "zigzag"
+def overrides(run: str, dtype: str) -> list[str]:
+    """The command line of a run of 512 tokens."""
+    variant, *more = RUNS[run].split()
+    size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=512", "world_size=2"]
+    return [f"attention={variant}", f"dtype={dtype}", *size, *([] if "mask=" in RUNS[run] else ["causal=true"]), *more]
+
+
+# an object, the name of one of its functions, and what is called instead: with the function and its arguments
+Seam = tuple[Any, str, Callable[..., Any]]
+Seams = Sequence[Seam]
 
 
 @dataclass
 class State:
     checked: bool = False  # whether the check before the timing is over
     alone: bool = False  # whether a local call runs, in which no fault is planted
+    calls: int = 0  # forwards since the fault was planted
+    backward: bool = False  # whether one runs
+    before: Any = None  # what a fault remembers of an earlier call
 
 
 STATE = State()
 
 
 @contextmanager
-def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """`owner.name` is what `make` makes of it. Schedules made with it or without are forgotten."""
+def changed(owner: Any, name: str, planted: Callable[..., Any]) -> Iterator[None]:
+    """`owner.name` is replaced. Schedules made with it or without are forgotten."""
     own = vars(owner)[name]
     original = own.__func__ if isinstance(own, staticmethod) else own
-    planted = make(original)
 
     def either(*args: Any, **given: Any) -> Any:
-        return (original if STATE.alone else planted)(*args, **given)
+        return original(*args, **given) if STATE.alone else planted(original, *args, **given)
 
     setattr(owner, name, staticmethod(either) if isinstance(own, staticmethod) else either)
     _forget()
@@ -112,17 +105,13 @@ def changed(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]
         _forget()
 
 
-def _without_a_fault(original: Any) -> Any:
-    def inner(*args: Any) -> Any:
-        STATE.alone = True
-        _forget()
-        try:
-            return original(*args)
-        finally:
-            STATE.alone = False
-            _forget()
-
-    return inner
+@contextmanager
+def changed_all(seams: Seams) -> Iterator[None]:
+    STATE.calls, STATE.backward, STATE.before = 0, False, None
+    with ExitStack() as stack:
+        for seam in seams:
+            stack.enter_context(changed(*seam))
+        yield
 
 
 def _forget() -> None:
@@ -130,31 +119,44 @@ def _forget() -> None:
     schedules.known.cache_clear()
 
 
-@contextmanager
-def outputs(change: Change) -> Iterator[None]:
+def _without_a_fault(original: Any, *args: Any) -> Any:
+    STATE.alone = True
+    _forget()
+    try:
+        return original(*args)
+    finally:
+        STATE.alone = False
+        _forget()
+
+
+def outputs(change: Callable[[dict[str, Tensor], Plan], Any]) -> Seams:
     """Change what a rank's forward or backward gives, as `change` finds it there by name; nothing that is saved."""
 
-    def of(names: tuple[str, ...]) -> Callable[[Any], Any]:
-        def make(original: Any) -> Any:
-            def inner(*args: Any) -> tuple[Tensor, ...]:
-                found = original(*args)
-                mine = {name: x.clone() for name, x in zip(names, found, strict=False)}
-                change(mine, next(x for x in args if isinstance(x, Plan)))
-                return *mine.values(), *found[len(names) :]
+    def of(*names: str) -> Callable[..., Any]:
+        def planted(original: Any, *args: Any) -> tuple[Tensor, ...]:
+            results = original(*args)
+            mine = {name: x.clone() for name, x in zip(names, results, strict=False)}
+            change(mine, next(x for x in args if isinstance(x, Plan)))
+            return *mine.values(), *results[len(names) :]
 
-            return inner
+        return planted
 
-        return make
-
-    with (
-        changed(autograd, "_forward", of(("out", "lse"))),
-        changed(autograd, "_backward", of(("dq", "dk", "dv", "dsinks"))),
-    ):
-        yield
+    return (autograd, "_forward", of("out", "lse")), (autograd, "_backward", of("dq", "dk", "dv", "dsinks"))
 
 
-def same(call: Call) -> Call:
-    return call
+def output(name: str, change: Callable[[Tensor], Any], rank: int | None = None) -> Seams:
+    """Change one of them in place, on one rank or on all."""
+    return outputs(lambda named, plan: change(named[name]) if name in named and rank in (None, plan.rank) else None)
+
+
+def last_zeroed(name: str, tokens: int) -> Seams:
+    """Of the sequence: in a zigzag of two they are rank 0's last."""
+    return output(name, lambda x: x[:, -tokens:].zero_(), rank=0)
+
+
+def _row(x: Tensor) -> Tensor:
+    """One row of a head, `[D]`."""
+    return x[0, x.shape[1] // 2, 0]
 
 
 def scaled(factor: float) -> Callable[[Call], Call]:
@@ -165,25 +167,11 @@ def uncapped(call: Call) -> Call:
     return replace(call, softcap=None)
 
 
-def capped_higher(call: Call) -> Call:
-    return replace(call, softcap=call.softcap and call.softcap * 1.01)
-
-
-def _slope_twice() -> AbstractContextManager[object]:
-    return changed(math_kernel, "_slope", lambda original: lambda *args: original(*args).square_())
-
-
 class Faulty:
-    """A kernel that is given other calls than it was asked for, and whose results are changed by `change`."""
+    """A kernel that is given other calls than it was asked for, another LSE in the backward, and whose results are changed."""
 
-    def __init__(
-        self,
-        kernel: Any,
-        forward: Callable[[Call], Call],
-        backward: Callable[[Call], Call],
-        change: Callable[..., None] | None,
-    ):
-        self.kernel, self.other, self.change = kernel, (forward, backward), change
+    def __init__(self, kernel: Any, forward: Any, backward: Any, change: Any, saved: Any):
+        self.kernel, self.calls, self.change, self.saved = kernel, (forward, backward), change, saved
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
@@ -193,322 +181,125 @@ class Faulty:
         return False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, into: Any = None) -> Any:
-        found = self.kernel.forward(q, k, v, self.other[0](call), into)
-        if self.change:
-            self.change(call, *found)
-        return found
+        results = self.kernel.forward(q, k, v, self.calls[0](call), into)
+        self.change(call, *results)
+        return results
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Any, into: Any = None) -> Any:  # fmt: skip
-        found = self.kernel.backward(dout, q, k, v, out, lse, self.other[1](call), into)
-        if self.change:
-            self.change(call, *found)
-        return found
+    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, call: Any, into: Any = None) -> Any:
+        results = self.kernel.backward(dout, q, k, v, out, self.saved(lse), self.calls[1](call), into)
+        self.change(call, *results)
+        return results
 
 
-def kernel(
-    forward: Callable[[Call], Call] = same,
-    backward: Callable[[Call], Call] = same,
-    change: Callable[..., None] | None = None,
-) -> Callable[[], AbstractContextManager[object]]:
-    def wrapped(original: Any) -> Any:
-        return lambda *args: Faulty(original(*args), forward, backward, change)
-
-    return lambda: changed(plan.kernels, "select", wrapped)
+def _same(x: Any, *_: Any) -> Any:
+    return x
 
 
-def steps(change: Callable[[tuple[PlannedStep, ...], int], tuple[PlannedStep, ...]]) -> AbstractContextManager[object]:
-    """Change a rank's planned steps; `change` is given its number, too."""
-
-    def make(original: Any) -> Any:
-        return lambda problem, rank, *args: change(original(problem, rank, *args), rank)
-
-    return changed(plan, "plan_steps", make)
+def kernel(forward: Any = _same, backward: Any = _same, change: Any = _same, saved: Any = _same) -> Seams:
+    """forward, backward: another call. change: of a call's results in place. saved: another LSE."""
+    return [
+        (plan.kernels, "select", lambda original, *args: Faulty(original(*args), forward, backward, change, saved)),
+    ]
 
 
-def zeroed(name: str, last: int | None = None, part: int | None = None) -> Callable[[], AbstractContextManager[object]]:
-    """The last tokens of the sequence: so many, or that part of all. In a zigzag of two they are rank 0's last."""
-
-    def change(found: Tensors, plan: Plan) -> None:
-        if name in found and plan.rank == 0:
-            n = last if last is not None else plan.problem.cu_seqlens[-1] // (part or 1)
-            found[name][:, -n:] = 0
-
-    return lambda: outputs(change)
+def of_remote(results: int, change: Callable[..., Any]) -> Seams:
+    """Change results of calls on a remote rank's keys: two of a forward, or three of a backward."""
+    return kernel(change=lambda call, *xs: change(*xs) if len(xs) == results and call.mask.full else None)
 
 
-def times(name: str, factor: float) -> Callable[[], AbstractContextManager[object]]:
-    def change(found: Tensors, plan: Plan) -> None:
-        if name in found:
-            found[name] *= factor
-
-    return lambda: outputs(change)
+def steps(change: Callable[[tuple[PlannedStep, ...]], tuple[PlannedStep, ...]]) -> Seams:
+    """Change a rank's planned steps."""
+    return [(plan, "plan_steps", lambda original, *args: change(original(*args)))]
 
 
-def element(name: str, change: Callable[[Tensor], None], rank: int = 1) -> Callable[[], AbstractContextManager[object]]:
-    """One row of a head, `[D]`."""
-
-    def inner(found: Tensors, plan: Plan) -> None:
-        if name in found and plan.rank == rank:
-            change(found[name][0, found[name].shape[1] // 2, 0])
-
-    return lambda: outputs(inner)
-
-
-def _later(when: Callable[[int], bool]) -> Callable[[], AbstractContextManager[object]]:
-    def plant() -> AbstractContextManager[object]:
-        forwards = [0]
-
-        def change(found: Tensors, plan: Plan) -> None:
-            forwards[0] += "out" in found
-            if when(forwards[0]):
-                for x in (x for name, x in found.items() if name != "lse"):
-                    x[:, -1:] = 0
-
-        return outputs(change)
-
-    return plant
-
-
-def _swap(a: str, b: str) -> AbstractContextManager[object]:
-    def change(found: Tensors, plan: Plan) -> None:
-        if a in found:
-            found[a], found[b] = found[b], found[a]
-
-    return outputs(change)
-
-
-def _last_step_dropped(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
-    return *found[:-1], replace(found[-1], calls=())
-
-
-def _last_key_dropped(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
+def _last_key_dropped(planned: tuple[PlannedStep, ...]) -> tuple[PlannedStep, ...]:
     """Of the remote shard's."""
-    *before, last = found
-    n = last.n_keys
-    calls = tuple(LocalCall(each.q, ((0, n - 1),), each.call) for each in last.calls)
+    *before, last = planned
+    calls = tuple(LocalCall(local.q, ((0, last.n_keys - 1),), local.call) for local in last.calls)
     return *before, replace(last, calls=calls)
 
 
-def _one_key_too_many(found: tuple[PlannedStep, ...], rank: int) -> tuple[PlannedStep, ...]:
-    def wider(each: LocalCall) -> LocalCall:
-        return replace(each, call=replace(each.call, mask=Band(-1, 1))) if each.call.mask == CAUSAL else each
+def _one_key_too_many(planned: tuple[PlannedStep, ...]) -> tuple[PlannedStep, ...]:
+    def wider(local: LocalCall) -> LocalCall:
+        return replace(local, call=replace(local.call, mask=Band(-1, 1))) if local.call.mask == CAUSAL else local
 
-    return tuple(replace(step, calls=tuple(map(wider, step.calls))) for step in found)
-
-
-def _chunks_swapped() -> AbstractContextManager[object]:
-    def make(original: Any) -> Any:
-        return lambda self, *args: tuple(tuple(reversed(shard)) for shard in original(self, *args))
-
-    return changed(api.ContextParallel, "_shards", make)
+    return tuple(replace(step, calls=tuple(map(wider, step.calls))) for step in planned)
 
 
-def _merge(share: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Callable[[], AbstractContextManager[object]]:
-    """share: of (lse_a, lse_b) the factors of both parts and the LSE that is written."""
+def merge(share: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> Seams:
+    """share: of both LSEs and the merged one, the factors of both parts and the LSE that is written."""
 
-    def merged(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
-        of_a, of_b, total = share(lse_a, lse_b)
-        weigh = [x.transpose(-1, -2).unsqueeze(-1) for x in (of_a, of_b)]
-        out.copy_(a * weigh[0] + b * weigh[1])
+    def merged(_: Any, out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
+        *factors, total = share(lse_a, lse_b, torch.logaddexp(lse_a, lse_b))
+        of_a, of_b = (x.transpose(-1, -2).unsqueeze(-1) for x in factors)
+        out.copy_(a * of_a + b * of_b)
         lse.copy_(total)
 
-    return lambda: changed(parts, "merge_eager", lambda original: merged)
+    return [(parts, "merge_eager", merged)]
 
 
-def _not_rescaled(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.logaddexp(a, b)
-    return torch.ones_like(a), (b - total).exp(), total
-
-
-def _not_normalised(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    top = torch.maximum(a, b)
-    return (a - top).exp(), (b - top).exp(), torch.logaddexp(a, b)
-
-
-def _largest_lse(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    total = torch.logaddexp(a, b)
-    return (a - total).exp(), (b - total).exp(), torch.maximum(a, b)
-
-
-def _too_large(factor: float) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
-    """Before out is rounded: 1.002 times a number that is rounded to bf16 is mostly the same number again."""
-
-    def share(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        total = torch.logaddexp(a, b)
-        return (a - total).exp() * factor, (b - total).exp() * factor, total
-
-    return share
-
-
-def _twice(call: Any, *found: Tensor) -> None:
-    """The gradients of a call on a remote rank's keys."""
-    if len(found) == 3 and call.mask.full:
-        for x in found:
-            x.mul_(2)
-
-
-def _head_halved(call: Any, *found: Tensor) -> None:
-    """dk of a KV head, of a remote rank's keys."""
-    if len(found) == 3 and call.mask.full:
-        found[1][..., 1, :].mul_(0.5)
-
-
-def _rank_left_out(call: Any, out: Tensor, lse: Tensor) -> None:
-    if torch.distributed.get_rank() == 1:
-        out.zero_()
-        lse.fill_(-torch.inf)
-
-
-def _batch_exchanged() -> AbstractContextManager[object]:
-    def change(found: Tensors, plan: Plan) -> None:
-        if "out" in found:
-            found["out"] = found["out"].flip(0)
-
-    return outputs(change)
-
-
-def _kv_heads_swapped() -> AbstractContextManager[object]:
+def _kv_heads_swapped(original: Any, self: Any, *args: Any) -> None:
     """The ranks of an exchange get each other's KV heads: those of the tensors behind the queries."""
-
-    def make(original: Any) -> Any:
-        def inner(self: Any, *args: Any) -> None:
-            original(self, *args)
-            self.heads[1:] = [[list(reversed(part)) for part in share] for share in self.heads[1:]]
-
-        return inner
-
-    return changed(all_to_all.Group, "__init__", make)
+    original(self, *args)
+    self.heads[1:] = [[list(reversed(part)) for part in share] for share in self.heads[1:]]
 
 
-def _packed_batch_leaks() -> AbstractContextManager[object]:
-    """The first two sequences are one."""
-
-    def make(original: Any) -> Any:
-        def inner(self: Any, cu: Any, *args: Any) -> Any:
-            return original(self, (cu[0], *cu[2:]), *args)
-
-        return inner
-
-    return changed(Variant, "problem", make)
+def lengths(change: Callable[[Any], Any]) -> Seams:
+    """A problem is made for other sequences."""
+    return [(Variant, "problem", lambda original, self, cu, *args: original(self, change(cu), *args))]
 
 
-def _border_moved() -> AbstractContextManager[object]:
-    """The first token of the second sequence belongs to the first."""
-
-    def make(original: Any) -> Any:
-        def inner(self: Any, cu: Any, *args: Any) -> Any:
-            return original(self, (cu[0], cu[1] + 1, *cu[2:]), *args)
-
-        return inner
-
-    return changed(Variant, "problem", make)
-
-
-def _tile_wider() -> AbstractContextManager[object]:
+def _tile_wider(original: Any, mask: Any, *args: Any) -> Any:
     """Of a window one key more, wherever a mask is cut."""
-
-    def make(original: Any) -> Any:
-        def inner(mask: Any, *args: Any) -> Any:
-            mask = mask.copy()
-            mask[mask[:, LO] > -UNBOUNDED, LO] -= 1
-            return original(mask, *args)
-
-        return inner
-
-    return changed(cuts, "cut", make)
+    mask = mask.copy()
+    mask[mask[:, LO] > -UNBOUNDED, LO] -= 1
+    return original(mask, *args)
 
 
-def _band_wider() -> AbstractContextManager[object]:
-    def make(original: Any) -> Any:
-        return lambda mask, *args: original(Band(mask.left + 1, mask.right) if mask.left > 0 else mask, *args)
-
-    return changed(decompose, "band_matrix", make)
+def band(make: Callable[[bool, tuple[int, int]], Band]) -> Seams:
+    return [(Band, "of", lambda original, causal=False, window=(-1, -1): make(causal, window))]
 
 
-def _parts_narrower() -> AbstractContextManager[object]:
-    """Of each part's keys the first is lost."""
-
-    def make(original: Any) -> Any:
-        return lambda *args: [(q, (c + (d - c > 1), d), mask) for q, (c, d), mask in original(*args)]
-
-    return changed(decompose, "cut", make)
+def _noted(original: Any, *args: Any) -> Any:
+    made = original(*args)
+    STATE.before = tuple(x.clone() for x in made)
+    return made
 
 
-def _mask(of: Callable[[bool, tuple[int, int]], Band]) -> Callable[[], AbstractContextManager[object]]:
-    def make(original: Any) -> Any:
-        return lambda causal=False, window=(-1, -1): of(causal, window)
-
-    return lambda: changed(Band, "of", make)
-
-
-@contextmanager
-def _sums_in_bf16() -> Iterator[None]:
-    def make(original: Any) -> Any:
-        return lambda dtype: torch.bfloat16
-
-    with (
-        changed(grad_sum, "accumulation_dtype", make),
-        changed(parts, "accumulation_dtype", make),
-        changed(parts, "accumulation_dtype", make),
-    ):
-        yield
+def _pulled_before(original: Any, *args: Any) -> Any:
+    STATE.before = None
+    arriving = original(*args)
+    arriving.early = STATE.before
+    return arriving
 
 
-@contextmanager
-def _keys_too_early() -> Iterator[None]:
-    """A step computes on what lies in its buffers before anything has come."""
-    before: list[tuple[Tensor, ...]] = []
-
-    def noting(original: Any) -> Any:
-        def inner(*args: Any) -> Any:
-            made = original(*args)
-            before.append(tuple(x.clone() for x in made))
-            return made
-
-        return inner
-
-    def pulled(original: Any) -> Any:
-        def inner(*args: Any) -> Any:
-            before.clear()
-            arriving = original(*args)
-            arriving.early = before[-1] if before else None
-            return arriving
-
-        return inner
-
-    def waited(original: Any) -> Any:
-        def inner(self: Any) -> Any:
-            early = getattr(self, "early", None)
-            return original(self) if early is None else (original(self), early)[1]
-
-        return inner
-
-    with (
-        changed(keys, "empty_pair", noting),
-        changed(keys.LocalKeys, "pull", pulled),
-        changed(keys.Arriving, "wait", waited),
-    ):
-        yield
+def _not_waited(original: Any, self: Any) -> Any:
+    arrived = original(self)
+    return getattr(self, "early", None) or arrived
 
 
-def _math_scores() -> AbstractContextManager[object]:
-    def make(original: Any) -> Any:
-        return lambda q, k, call: original(q, k, scaled(1.05)(call))
-
-    return changed(math_kernel, "_scores", make)
-
-
-def _lse_of_remote_keys(call: Any, *found: Tensor) -> None:
-    if len(found) == 2 and call.mask.full:
-        found[1].add_(math.log(2))
+# A step computes on what lies in its buffers before anything has come.
+KEYS_TOO_EARLY: Seams = [
+    (keys, "empty_pair", _noted),
+    (keys.LocalKeys, "pull", _pulled_before),
+    (keys.Arriving, "wait", _not_waited),
+]
 
 
-def _lse_returned() -> AbstractContextManager[object]:
-    def change(found: Tensors, plan: Plan) -> None:
-        if "lse" in found:
-            _raise_last(found["lse"])
+def _in_backward(original: Any, *args: Any) -> Any:
+    STATE.backward = True
+    try:
+        return original(*args)
+    finally:
+        STATE.backward = False
 
-    return outputs(change)
+
+def _stale(original: Any, self: Any) -> Any:
+    arrived, before = original(self), STATE.before
+    if not STATE.backward:
+        return arrived
+    STATE.before = tuple(x.clone() for x in arrived)
+    return arrived if before is None or before[0].shape != arrived[0].shape else before
 
 
 def _raise_last(lse: Tensor) -> Tensor:
@@ -517,292 +308,239 @@ def _raise_last(lse: Tensor) -> Tensor:
     return lse
 
 
-def _lse_saved() -> AbstractContextManager[object]:
-    class OtherLse(Faulty):
-        def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *args: Any) -> Any:
-            return self.kernel.backward(dout, q, k, v, out, _raise_last(lse.clone()), *args)
-
-    return changed(plan.kernels, "select", lambda original: lambda *args: OtherLse(original(*args), same, same, None))
+def _sinks_noted(original: Any, q: Any, k: Any, v: Any, plan: Any, sinks: Any = None) -> Any:
+    STATE.before = sinks
+    return original(q, k, v, plan, sinks)
 
 
-def _lse_shifted() -> AbstractContextManager[object]:
-    def change(found: Tensors, plan: Plan) -> None:
-        if "lse" in found:
-            found["lse"] = found["lse"].roll(1, -1)
+SINKS_DROPPED: Seams = [
+    (executor, "with_sinks", lambda original, out, lse, sinks: (out, lse)) for executor in (exchange, tree, dilated)
+]
+SINKS_IN_EVERY_STEP: Seams = [
+    SINKS_DROPPED[0],
+    (exchange, "forward", _sinks_noted),
+    *kernel(change=lambda call, *xs: with_sinks(*xs, STATE.before) if len(xs) == 2 else None),
+]
+UNCAPPED = kernel(uncapped, uncapped)
+BF16_SUMS: Seams = [
+    (owner, "accumulation_dtype", lambda original, dtype: torch.bfloat16) for owner in (grad_sum, parts)
+]
+PLANNED_AS_CAUSAL: Seams = [(plan, "mask_of", lambda original, *args: CAUSAL)]
+
+
+def argument_dropped(*names: str) -> Seams:
+    """A call is made without these arguments."""
+
+    def planted(original: Any, self: Any, *xs: Any, **given: Any) -> Any:
+        return original(self, *xs, **{name: x for name, x in given.items() if name not in names})
+
+    return [(api.ContextParallel, "__call__", planted)]
+
+
+def borders_of_the_call_before(when: Callable[[], bool]) -> Seams:
+    def planted(original: Any, self: Any, *xs: Any, **given: Any) -> Any:
+        before, STATE.before = STATE.before, given["cu_seqlens"]
+        borders = before if before is not None and when() else given["cu_seqlens"]
+        return original(self, *xs, **given | {"cu_seqlens": borders})
+
+    return [(api.ContextParallel, "__call__", planted)]
+
+
+def later(when: Callable[[], bool]) -> Seams:
+    """The last token of every output but the LSE is zeroed."""
+
+    def change(named: dict[str, Tensor], plan: Plan) -> None:
+        STATE.calls += "out" in named
+        if when():
+            for name in named.keys() - {"lse"}:
+                named[name][:, -1:] = 0
 
     return outputs(change)
 
 
-def _planned_as_causal() -> AbstractContextManager[object]:
-    """Whatever the mask, the plan is of causal attention."""
-    return changed(plan, "mask_of", lambda original: lambda *args: CAUSAL)
-
-
-def _built_for_fewer_tokens() -> AbstractContextManager[object]:
-    """The schedules cut a mask that was built for an eighth less tokens."""
-
-    def make(original: Any) -> Any:
-        return lambda self, tokens: original(self, tokens - tokens // 8)
-
-    return changed(Mask, "rectangles", make)
-
-
-def _other_mask_on_a_rank() -> AbstractContextManager[object]:
-    def make(original: Any) -> Any:
-        def inner(self: NamedMask) -> Mask:
-            return original(replace(self, parameters={"chunk": 96}) if dist.get_rank() == 1 else self)
-
-        return inner
-
-    return changed(NamedMask, "make", make)
-
-
-@contextmanager
-def _stale_keys_in_backward() -> Iterator[None]:
-    """A backward computes on the remote keys that the backward before it has got."""
-    state: dict[str, Any] = {"backward": False, "before": None}
-
-    def noting(original: Any) -> Any:
-        def inner(*args: Any) -> Any:
-            state["backward"] = True
-            try:
-                return original(*args)
-            finally:
-                state["backward"] = False
-
-        return inner
-
-    def waited(original: Any) -> Any:
-        def inner(self: Any) -> Any:
-            found = original(self)
-            if not state["backward"]:
-                return found
-            before, state["before"] = state["before"], tuple(x.clone() for x in found)
-            return found if before is None or before[0].shape != found[0].shape else before
-
-        return inner
-
-    with changed(autograd, "_backward", noting), changed(keys.Arriving, "wait", waited):
-        yield
-
-
-def _nan_gradients(call: Any, *found: Tensor) -> None:
-    if len(found) == 3:
-        found[1].view(-1)[0] = torch.nan
-
-
-@contextmanager
-def sinks_dropped() -> Iterator[None]:
-    """No executor applies them; their gradient is computed as if they were."""
-    with ExitStack() as stack:
-        for executor in (exchange, tree, dilated):
-            stack.enter_context(changed(executor, "with_sinks", lambda original: _without_sinks))
-        yield
-
-
-def _without_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    return out, lse
-
-
-def _pair_not_merged() -> AbstractContextManager[object]:
-    return changed(dilated, "merge", lambda original: lambda *args: None)
-
-
-@contextmanager
-def _sinks_in_every_step() -> Iterator[None]:
-    """Sinks join each step's partial result, and not the merged one."""
-    now: list[Tensor | None] = []
-
-    def noting(original: Any) -> Any:
-        def inner(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None) -> Any:
-            now[:] = [sinks]
-            return original(q, k, v, plan, sinks)
-
-        return inner
-
-    def joined(call: Any, *found: Tensor) -> None:
-        if len(found) == 2:
-            with_sinks(*found, now[0])
-
-    without = changed(exchange, "with_sinks", lambda original: _without_sinks)
-    with changed(exchange, "forward", noting), without, kernel(change=joined)():
-        yield
-
-
-def _sinks_gradient_lost(found: Tensors, plan: Plan) -> None:
-    if "dsinks" in found and plan.rank == 1:
-        found["dsinks"].zero_()
-
-
-def argument_dropped(*names: str) -> AbstractContextManager[object]:
-    """A call is made without these arguments."""
-
-    def make(original: Any) -> Any:
-        return lambda self, *xs, **given: original(self, *xs, **{k: x for k, x in given.items() if k not in names})
-
-    return changed(api.ContextParallel, "__call__", make)
-
-
-def _values_cut_elsewhere() -> AbstractContextManager[object]:
-    """Of padded values the dims from the second on."""
-    return changed(padded_values, "_cut", lambda original: lambda x, like: original(x.roll(-1, -1), like))
-
-
-def _borders_of_the_call_before(when: Callable[[], bool]) -> AbstractContextManager[object]:
-    before: list[Any] = []
-
-    def make(original: Any) -> Any:
-        def inner(self: Any, *xs: Any, **given: Any) -> Any:
-            before.append(given["cu_seqlens"])
-            return original(self, *xs, **given | {"cu_seqlens": before[-2 if when() else -1 :][0]})
-
-        return inner
-
-    return changed(api.ContextParallel, "__call__", make)
-
-
-PLANTS = [
-    Plant("documents attend across borders", _planned_as_causal, "documents"),
-    Plant("a window became causal", _planned_as_causal, "named window"),
-    Plant("a mask built for another length", _built_for_fewer_tokens, "chunks"),
-    Plant("ranks were given different masks", _other_mask_on_a_rank, "chunks"),
-    Plant("stale keys in a ring's backward", _stale_keys_in_backward, "causal ring"),
-    Plant("NaN gradients", kernel(change=_nan_gradients)),
-    Plant("ring's last step dropped", lambda: steps(_last_step_dropped), "ring"),
-    Plant("zigzag chunks swapped", _chunks_swapped),
-    Plant("a shard's last key dropped", lambda: steps(_last_key_dropped), "ring"),
-    Plant("one key too many", lambda: steps(_one_key_too_many)),
-    Plant("backward scale x1.5", kernel(backward=scaled(1.5))),
-    Plant("backward scale x1.01", kernel(backward=scaled(1.01))),
-    Plant("backward scale x1.005", kernel(backward=scaled(1.005))),
-    Plant("scale x1.01", kernel(scaled(1.01), scaled(1.01))),
-    Plant("scale x1.0025", kernel(scaled(1.0025), scaled(1.0025))),
-    Plant("dk of a head zeroed", lambda: outputs(_head_zeroed), "two heads"),
-    Plant("dk of a head halved on remote keys", kernel(change=_head_halved), "two heads"),
-    Plant("dk and dv swapped", lambda: _swap("dk", "dv")),
-    Plant("dq of the last token zeroed", zeroed("dq", 1)),
-    Plant("dq x1.005", times("dq", 1.005)),
-    Plant("dq x1.01", times("dq", 1.01)),
-    Plant("dk of the last 16 tokens zeroed", zeroed("dk", 16)),
-    Plant("dk of one token and head zeroed", element("dk", Tensor.zero_)),
-    Plant("dv of the last token zeroed", zeroed("dv", 1)),
-    Plant("dv of the last 16 tokens zeroed", zeroed("dv", 16)),
-    Plant("dv of the last 64 tokens zeroed", zeroed("dv", 64)),
-    Plant("NaN in an element of out", element("out", lambda row: row[3].fill_(torch.nan)), "forward"),
-    Plant("one element of out +0.03", element("out", lambda row: row[3].add_(0.03)), "forward"),
-    Plant("out of the last sixteenth zeroed", zeroed("out", part=16), "forward"),
-    Plant("out x1.002", _merge(_too_large(1.002)), "ring"),
-    Plant("out x1.004", _merge(_too_large(1.004)), "ring"),
-    Plant("out x1.006", _merge(_too_large(1.006)), "ring"),
-    Plant("a merge does not rescale", _merge(_not_rescaled), "forward"),
-    Plant("a merge does not normalise", _merge(_not_normalised), "forward"),
-    Plant("a merge keeps the larger LSE", _merge(_largest_lse)),
-    Plant("sums kept in bf16", _sums_in_bf16, "causal ring"),
-    Plant("a step's gradients twice", kernel(change=_twice)),
-    Plant("KV heads exchanged wrongly", _kv_heads_swapped, "ulysses"),
-    Plant("a new packed batch has other borders", lambda: _borders_of_the_call_before(lambda: True), "new packs"),
-    Plant(
-        "a new packed batch has other borders once the check is over",
-        lambda: _borders_of_the_call_before(lambda: STATE.checked),
-        "new packs",
-    ),
-    Plant("a border token in the wrong sequence", _border_moved, "packed"),
-    Plant("a packed batch leaks", _packed_batch_leaks, "packed"),
-    Plant("a rank of a tree left out", kernel(change=_rank_left_out), "tree"),
-    Plant("batch elements exchanged", _batch_exchanged, "batch"),
-    Plant("tile off by one", _tile_wider, "ring window"),
-    Plant("band_matrix off by one", _band_wider, "window"),
-    Plant("decompose.parts off by one", _parts_narrower, "window"),
-    Plant("causal lost in Band.of", _mask(lambda causal, window: Band(*window)), "causal ring"),
-    Plant("window lost in Band.of", _mask(lambda causal, window: Band(-1, 0) if causal else Band(*window)), "window"),
-    Plant("math scores wrong with kernel=math", _math_scores, "math"),
-    Plant("LSE off by one token", _lse_shifted, "forward"),
-    Plant("LSE of remote keys + log 2", kernel(change=_lse_of_remote_keys)),
-    Plant("LSE for the backward + log 2", _lse_saved),
-    Plant("LSE returned + log 2", _lse_returned, "forward"),
-    Plant("keys used before they came", _keys_too_early),
-    Plant("sinks dropped", lambda: sinks_dropped(), "sinks"),
-    Plant("sinks applied in every step", lambda: _sinks_in_every_step(), "sinks"),
-    Plant("a rank's part of the sinks' gradient lost", lambda: outputs(_sinks_gradient_lost), "sinks"),
-    *(
-        Plant(f"softcap={cap} {fault}", plant, f"softcap={cap}")
+PLANTS: dict[str, dict[str, Seams]] = {
+    "zigzag": {
+        "NaN gradients": kernel(change=lambda call, *xs: xs[1].view(-1)[0].fill_(torch.nan) if len(xs) == 3 else None),
+        "chunks swapped": [
+            (
+                api.ContextParallel,
+                "_shards",
+                lambda original, self, *args: tuple(tuple(reversed(shard)) for shard in original(self, *args)),
+            )
+        ],
+        "one key too many": steps(_one_key_too_many),
+        "backward scale x1.005": kernel(backward=scaled(1.005)),
+        "scale x1.0025": kernel(scaled(1.0025), scaled(1.0025)),
+        "dk and dv swapped": outputs(lambda x, plan: x.update(dk=x["dv"], dv=x["dk"]) if "dk" in x else None),
+        "dq of the last token zeroed": last_zeroed("dq", 1),
+        "dv of the last token zeroed": last_zeroed("dv", 1),
+        "dq x1.005": output("dq", lambda x: x.mul_(1.005)),
+        "dk of the last 16 tokens zeroed": last_zeroed("dk", 16),
+        "dk of one token and head zeroed": output("dk", lambda x: _row(x).zero_(), rank=1),
+        "a merge keeps the larger LSE": merge(
+            lambda a, b, lse: ((a - lse).exp(), (b - lse).exp(), torch.maximum(a, b))
+        ),
+        "a step's gradients twice": of_remote(3, lambda *gradients: [x.mul_(2) for x in gradients]),
+        "LSE of remote keys + log 2": of_remote(2, lambda out, lse: lse.add_(math.log(2))),
+        "LSE for the backward + log 2": kernel(saved=lambda lse: _raise_last(lse.clone())),
+        "keys used before they came": KEYS_TOO_EARLY,
+        "wrong from the second call on": later(lambda: STATE.calls >= 2),
+        "wrong in the timed call alone": later(lambda: STATE.calls == 4),
+        "wrong once the check is over": later(lambda: STATE.checked),
+    },
+    "forward": {
+        "NaN in an element of out": output("out", lambda x: _row(x)[3].fill_(torch.nan), rank=1),
+        "one element of out +0.03": output("out", lambda x: _row(x)[3].add_(0.03), rank=1),
+        "out of the last 32 tokens zeroed": last_zeroed("out", 32),
+        "a merge does not rescale": merge(lambda a, b, lse: (torch.ones_like(a), (b - lse).exp(), lse)),
+        "a merge does not normalise": merge(
+            lambda a, b, lse: ((a - torch.maximum(a, b)).exp(), (b - torch.maximum(a, b)).exp(), lse)
+        ),
+        "LSE off by one token": output("lse", lambda x: x.copy_(x.roll(1, -1))),
+        "LSE returned + log 2": output("lse", _raise_last),
+    },
+    "ring": {
+        "ring's last step dropped": steps(lambda planned: (*planned[:-1], replace(planned[-1], calls=()))),
+        "a shard's last key dropped": steps(_last_key_dropped),
+        # before out is rounded: 1.002 times a number that is rounded to bf16 is mostly the same number again
+        "out x1.002": merge(lambda a, b, lse: ((a - lse).exp() * 1.002, (b - lse).exp() * 1.002, lse)),
+    },
+    "causal ring": {
+        "stale keys in a ring's backward": [(autograd, "_backward", _in_backward), (keys.Arriving, "wait", _stale)],
+        "sums kept in bf16": BF16_SUMS,
+        "causal lost in Band.of": band(lambda causal, window: Band(*window)),
+    },
+    "two heads": {
+        "dk of a head zeroed": output("dk", lambda x: x[..., 1, :].zero_()),
+        "dk of a head halved on remote keys": of_remote(3, lambda dq, dk, dv: dk[..., 1, :].mul_(0.5)),
+    },
+    "math": {
+        "math scores wrong with kernel=math": [
+            (math_kernel, "_scores", lambda original, q, k, call: original(q, k, scaled(1.05)(call)))
+        ]
+    },
+    "ulysses": {"KV heads exchanged wrongly": [(all_to_all.Group, "__init__", _kv_heads_swapped)]},
+    "documents": {"documents attend across borders": PLANNED_AS_CAUSAL},
+    "named window": {"a window became causal": PLANNED_AS_CAUSAL},
+    "chunks": {
+        "a mask built for another length": [
+            (Mask, "rectangles", lambda original, self, tokens: original(self, tokens - tokens // 8))
+        ],
+        "ranks were given different masks": [
+            (
+                NamedMask,
+                "make",
+                lambda original, self: original(
+                    replace(self, parameters={"chunk": 96}) if dist.get_rank() == 1 else self
+                ),
+            )
+        ],
+    },
+    "ring window": {"tile off by one": [(cuts, "cut", _tile_wider)]},
+    "window": {
+        "band_matrix off by one": [
+            (
+                decompose,
+                "band_matrix",
+                lambda original, mask, *args: original(
+                    Band(mask.left + 1, mask.right) if mask.left > 0 else mask, *args
+                ),
+            )
+        ],
+        "decompose.parts off by one": [  # of each part's keys the first is lost
+            (
+                decompose,
+                "cut",
+                lambda original, *args: [(q, (c + (d - c > 1), d), mask) for q, (c, d), mask in original(*args)],
+            )
+        ],
+        "window lost in Band.of": band(lambda causal, window: Band(-1, 0) if causal else Band(*window)),
+    },
+    "packed": {
+        "a border token in the wrong sequence": lengths(lambda cu: (cu[0], cu[1] + 1, *cu[2:])),
+        "a packed batch leaks": lengths(lambda cu: (cu[0], *cu[2:])),
+    },
+    "new packs": {
+        "a new packed batch has other borders": borders_of_the_call_before(lambda: True),
+        "a new packed batch has other borders once the check is over": borders_of_the_call_before(
+            lambda: STATE.checked
+        ),
+    },
+    "batch": {"batch elements exchanged": output("out", lambda x: x.copy_(x.flip(0)))},
+    "tree": {
+        "a rank of a tree left out": kernel(
+            change=lambda call, out, lse: (out.zero_(), lse.fill_(-torch.inf)) if dist.get_rank() == 1 else None
+        )
+    },
+    "lengths": {"a decode's lengths dropped": argument_dropped("kv_lengths")},
+    "prefix": {"a decode's prefix dropped": argument_dropped("prefix", "prefix_tokens")},
+    "sinks": {
+        "sinks dropped": SINKS_DROPPED,
+        "sinks applied in every step": SINKS_IN_EVERY_STEP,
+        "a rank's part of the sinks' gradient lost": output("dsinks", Tensor.zero_, rank=1),
+        "the sinks' gradient x1.02": output("dsinks", lambda x: x.mul_(1.02)),
+    },
+    **{
+        f"softcap={cap}": {
+            f"softcap={cap} dropped": UNCAPPED,
+            f"softcap={cap} dropped in the backward": kernel(backward=uncapped),
+            f"softcap={cap} 1% higher in the backward": kernel(
+                backward=lambda call: replace(call, softcap=call.softcap and call.softcap * 1.01)
+            ),
+            f"softcap={cap} with its slope twice": [
+                (math_kernel, "_slope", lambda original, *args: original(*args).square_())
+            ],
+        }
         for cap in SOFTCAPS
-        for fault, plant in {
-            "dropped": kernel(uncapped, uncapped),
-            "dropped in the backward": kernel(backward=uncapped),
-            "1% higher in the backward": kernel(backward=capped_higher),
-            "with its slope twice": _slope_twice,
-        }.items()
-    ),
-    Plant("the sinks' gradient halved", times("dsinks", 0.5), "sinks"),
-    Plant("the sinks' gradient x1.02", times("dsinks", 1.02), "sinks"),
-    Plant("sinks of a mixture dropped", lambda: sinks_dropped(), "dilated"),
-    Plant("softcap of a mixture dropped", kernel(uncapped, uncapped), "dilated"),
-    Plant("a pair of a mixture not merged", lambda: _pair_not_merged(), "dilated"),
-    Plant("values cut off by one dim", lambda: _values_cut_elsewhere(), "values"),
-    Plant("a decode's lengths dropped", lambda: argument_dropped("kv_lengths"), "lengths"),
-    Plant("a decode's prefix dropped", lambda: argument_dropped("prefix", "prefix_tokens"), "prefix"),
-    Plant("wrong from the second call on", _later(lambda number: number >= 2)),
-    Plant("wrong in the timed call alone", _later(lambda number: number == 4)),
-    Plant("wrong once the check is over", _later(lambda number: STATE.checked)),
-]
+    },
+    "dilated": {
+        "sinks of a mixture dropped": SINKS_DROPPED,
+        "softcap of a mixture dropped": UNCAPPED,
+        "a pair of a mixture not merged": [(dilated, "merge", lambda original, *args: None)],
+    },
+    "values": {
+        "values cut off by one dim": [(padded_values, "_cut", lambda original, x, like: original(x.roll(-1, -1), like))]
+    },
+}
 
 
-def _head_zeroed(found: Tensors, plan: Plan) -> None:
-    if "dk" in found:
-        found["dk"][..., 1, :] = 0
-
-
-@dataclass(frozen=True)
-class Found:
-    """What the gate said: why it failed, None where it passed; and of the numbers the worst parts of their tolerances."""
-
-    why: str | None
-    checked: dict[str, Any]
-    timed: dict[str, Any] | None
-
-
-def gate(me: Rank, spec: Experiment) -> Found:
-    """Both checks, with an iteration between them as if it were timed."""
+def gate(me: Rank, spec: Experiment) -> tuple[str | None, dict[str, Any], dict[str, Any] | None]:
+    """Why both checks, with an iteration between them as if it were timed, fail, None where they pass; and what they found."""
     STATE.checked = False
     work = AttentionWork(me, spec)
     with changed(Local, "__init__", _without_a_fault), changed(Local, "outputs", _without_a_fault):
         checked = check(me, spec, work)
     if not checked.fields["passed"]:
-        return Found(checked.fields["why"], checked.fields, None)
+        return checked.fields["why"], checked.fields, None
     STATE.checked = True
     for which in work.passes:
         work.run(which)
     timed = check_timed(me, work, work, checked)
-    return Found(timed["why"], checked.fields, timed)
+    return timed["why"], checked.fields, timed
 
 
-def planted(me: Rank, runs: dict[str, dict[str, Any]], names: list[str]) -> dict[str, Any]:
-    """For each run what the gate says of the code as it is, and for each plant why it failed (None: it passed)."""
-    chosen = [plant for plant in PLANTS if plant.name in names]
-    specs = {name: Experiment.from_plain(runs[name]) for name in dict.fromkeys(plant.run for plant in chosen)}
-    shipped = {name: vars(gate(me, spec)) for name, spec in specs.items()}
+def planted(me: Rank, runs: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, str | None]]:
+    """By run what the gate says of the code as it is, and by fault why it failed (None: it passed)."""
+    specs = {name: Experiment.from_plain(run) for name, run in runs.items()}
+    shipped = {name: gate(me, spec) for name, spec in specs.items()}
     why = {}
-    for plant in chosen:
-        with plant.plant():
-            try:
-                why[plant.name] = gate(me, specs[plant.run]).why
-            except UnsupportedHere as error:  # the ranks' agreement, before anything is computed
-                why[plant.name] = str(error)
-    return {"shipped": shipped, "why": why}
+    for run, faults in PLANTS.items():
+        for name, seams in faults.items():
+            with changed_all(seams):
+                try:
+                    why[name] = gate(me, specs[run])[0]
+                except UnsupportedHere as error:  # the ranks' agreement, before anything is computed
+                    why[name] = str(error)
+    return shipped, why
 
 
 def timed(me: Rank, run: dict[str, Any], name: str) -> dict[str, Any]:
-    """The result of a whole run with a fault, which knows when the timing begins."""
+    """The result of a whole run with a fault of a zigzag, which knows when the timing begins."""
     STATE.checked = False
 
-    def make(original: Any) -> Any:
-        def inner(*args: Any) -> Any:
-            STATE.checked = True
-            return original(*args)
+    def measured(original: Any, *args: Any) -> Any:
+        STATE.checked = True
+        return original(*args)
 
-        return inner
-
-    plant = next(plant for plant in PLANTS if plant.name == name)
-    with changed(timing, "measure", make), plant.plant():
+    with changed(timing, "measure", measured), changed_all(PLANTS["zigzag"][name]):
         return job.run(me, run, None)

@@ -1,4 +1,4 @@
-"""How much of the gate's tolerances the kernels of a GPU use; `python -m tests.gate.margins cuda` prints the numbers."""
+"""The kernels of a GPU use less than half of the gate's tolerances."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "flex"])  # which compiles for each shape
 def test_right_results_use_less_than_half_of_the_tolerances(name, dtype):
-    found = margin(name, dtype, CASES, "cuda")
-    if found is None:
+    used = margin(name, dtype, CASES, "cuda")
+    if not used:
         pytest.skip(f"{name} does no call of these in {dtype} here")
-    assert max(found.row, found.gain, found.lse) < 0.5, found
+    assert not {place: part for place, part in used.items() if part >= 0.5}
