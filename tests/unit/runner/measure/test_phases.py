@@ -66,43 +66,23 @@ def test_the_table_is_the_slowest_ranks_and_transfers_run_beside():
     assert (found["compute_by_rank_ms"], found["exposed_by_rank_ms"]) == ([5.5, 4], [2.5, 1])
 
 
-def test_sums_are_of_the_middle_half_of_the_iterations_and_medians_of_all():
+def test_sums_are_of_the_middle_half_of_the_iterations_and_spreads_of_all():
     # passes of 10, 20, .. 80 ms: 30 to 60 count
     passes = [80.0, 10.0, 60.0, 20.0, 30.0, 70.0, 40.0, 50.0]
-    found = summarized(
-        [
-            row
-            for i, ms in enumerate(passes)
-            for row in rows({"pass": ms, "comp_block": ms / 2, "wait_kv": ms / 5}, iteration=i)
-        ]
-    )
+    recorded = [rows({"pass": ms, "comp_block": ms / 2, "wait_kv": ms / 5}, iteration=i) for i, ms in enumerate(passes)]
+    found = summarized([row for iteration in recorded for row in iteration])
     assert (found["total_ms"], found["compute_ms"]) == (45, 22.5)
     assert found["exposed_communication_ms"] == pytest.approx(9)
-    blocks = [[1.0, 1.0], [90.0, 1.0], [2.0, 3.0]]
-    found = summarized(
-        [
-            row
-            for i, ms in enumerate(blocks)
-            for row in rows({"pass": (10.0, 12.0, 50.0)[i], "comp_block": ms}, iteration=i)
-        ]
-    )
-    block = found["phases"]["comp_block"]  # 2, 91 and 5
-    assert (block["ms"], block["by_rank_ms"], block["total_ms"]) == (91, [5], 98)
-    assert (block["mean_ms"], block["deviation_ms"]) == pytest.approx((98 / 3, 41.27), abs=0.01)
+    block = found["phases"]["comp_block"]
+    assert (block["ms"], block["by_rank_ms"], block["total_ms"], block["mean_ms"]) == (22.5, [22.5], 180, 22.5)
+    assert block["deviation_ms"] == pytest.approx(pstdev(passes) / 2)
 
 
 def test_passes_are_summarized_apart_and_a_phase_that_the_slowest_rank_lacks_is_left_out():
-    backward = rows(
-        {"pass": 30.0, "comp_block": 20.0, "wait_dkv": 4.0}, {"pass": 31.0, "comp_block": 25.0}, which="backward"
-    )
-    found = summarized(rows({"pass": 50.0}, {"pass": 1.0}) + backward, 2, "backward")
+    ranks = {"pass": 30.0, "comp_block": 20.0, "wait_dkv": 4.0}, {"pass": 31.0, "comp_block": 25.0}
+    found = summarized(rows({"pass": 50.0}, {"pass": 1.0}) + rows(*ranks, which="backward"), 2, "backward")
     assert (found["rank"], found["total_ms"], [*found["phases"]]) == (1, 31, ["comp_block"])
-
-
-@pytest.mark.parametrize(("by_rank", "skew"), [((8.0, 10.0, 12.0), 0.4), ((9.0, 11.0), 0.2), ((0.0, 0.0), 0)])
-def test_skew_is_the_range_of_compute_over_its_median(by_rank, skew):
-    found = summarized(rows(*({"pass": 20.0, "comp_block": ms} for ms in by_rank)), len(by_rank))
-    assert found["skew"] == pytest.approx(skew)
+    assert found["skew"] == pytest.approx(5 / 22.5)  # the range over the median
 
 
 def test_phases_outside_of_a_run_have_a_table():
@@ -111,13 +91,9 @@ def test_phases_outside_of_a_run_have_a_table():
             with phase("mine"), phase("comp_block"):
                 time.sleep(ms / 1e3)
     assert 8 <= sum(phases.ms["comp_block"]) <= sum(phases.ms["mine"]) <= phases.total_ms
-    titles, *lines = str(phases).splitlines()
-    assert titles.split() == ["phase", "count", "mean", "ms", "deviation", "total", "ms", "share"]
-    assert [line.split()[0] for line in lines] == ["comp_block", "mine", "whole"]
-    _, count, mean, deviation, total, _ = lines[1].split()
-    assert (count, float(total)) == ("2", pytest.approx(2 * float(mean), abs=2e-3))
-    assert float(deviation) == pytest.approx(pstdev(phases.ms["mine"]), abs=1e-3)
-    assert lines[-1].endswith("100.0%")
+    _, *lines = str(phases).splitlines()
+    assert [line.split()[:2] for line in lines] == [["comp_block", "2"], ["mine", "2"], ["whole", "block"]]
+    assert float(lines[1].split()[3]) == pytest.approx(pstdev(phases.ms["mine"]), abs=1e-3)
 
 
 def test_a_layers_backward_is_a_phase_that_others_interrupt():
@@ -186,21 +162,20 @@ def test_a_name_that_the_table_cannot_hold_is_refused(name):
 
 
 @pytest.mark.parametrize(
-    ("starts", "clocks", "error_ms", "aligned"),
+    ("starts", "clocks", "aligned"),
     [
         # once, rank 1 starts late
-        ([[100, 110, 120, 130], [5100.25, 5110, 5120, 5130]], (0, 1), 0.0, [0, 10, 20, 30, 0.25, 10, 20, 30]),
-        ([[100, 110, 120], [5100.5, 5110, 5119.5]], (0, 1), 0.5, [0, 10, 20, 0.5, 10, 19.5]),
+        ([[100, 110, 120, 130], [5100.25, 5110, 5120, 5130]], (0, 1), [0, 10, 20, 30, 0.25, 10, 20, 30]),
         # two hosts of two ranks; rank 1 always starts 1 ms after rank 0
-        ([[100, 110], [101, 111], [7000, 7010], [7003, 7013]], ("a", "a", "b", "b"), 0.0, [0, 10, 1, 11, 0, 10, 3, 13]),
+        ([[100, 110], [101, 111], [7000, 7010], [7003, 7013]], ("a", "a", "b", "b"), [0, 10, 1, 11, 0, 10, 3, 13]),
     ],
 )
-def test_clocks_are_aligned_by_what_ranks_start_together(starts, clocks, error_ms, aligned):
+def test_clocks_are_aligned_by_what_ranks_start_together(starts, clocks, aligned):
     recorded = [
         {"iteration": i, "rank": rank, "pass": "forward", "phase": "pass", "start_ms": ms, "stop_ms": ms + 2}
         for rank, own in enumerate(starts)
         for i, ms in enumerate(own)
     ]
-    assert on_one_clock(recorded, clocks) == {"count": 2, "error_ms": error_ms}
+    assert on_one_clock(recorded, clocks) == {"count": 2, "error_ms": 0.0}
     assert [row["start_ms"] for row in recorded] == aligned
     assert {row["stop_ms"] - row["start_ms"] for row in recorded} == {2}

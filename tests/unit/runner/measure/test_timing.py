@@ -106,9 +106,7 @@ def test_a_sample_keeps_every_duration_and_aligns_flushes_and_announces_outside_
 @pytest.mark.parametrize(
     ("runs", "at_least_ms", "settling_ms", "groups"),
     [
-        (4, 0, 0, [4]),
         (2, 400, 0, [2, 2, 4, 6]),  # 420 ms: all that lacks at once in the end
-        (0, 100, 0, [1, 1, 2]),
         (2, 2500, 1000, [2, 2, 1]),  # with what settling takes 1060 ms, 2120 ms, then 3150 ms
         (5, 1, 0, [5]),
         (0, 0, 0, []),
@@ -123,33 +121,19 @@ def test_a_warm_up_reaches_both_limits_in_groups_that_grow(watch, runs, at_least
 
 def test_a_warm_up_tells_the_rate_of_its_longest_group_but_the_first(watch):
     watch.settling_ms = 0
-    assert watch.work(forward=[100, 100, 10, 10, 30]).warm(2, 300) == Warmed(
-        7, pytest.approx(20), None
-    )  # 2, 1, 2, 1, 1
-    assert watch.work(forward=[10]).warm(3, 0) == Warmed(3, None, None)
-
-
-def test_a_warm_up_obeys_rank_zero_and_not_its_own_clock(watch):
-    opinions = []
-    watch.me.agree = lambda mine: opinions.append(mine) or int(len(opinions) < 3)
-    assert watch.work(forward=[10]).warm(2, 0).iterations == 4  # 2, 1 and 1
-    assert opinions == [0, 0, 0, 0]  # the last on settling
-
-
-SLOW_AT_FIRST = [50.0] * 7 + [5.0]
+    timer = watch.work(forward=[100, 100, 10, 10, 30])
+    assert timer.warm(2, 300) == Warmed(7, pytest.approx(20), None)  # 2, 1, 2, 1, 1
+    assert timer.warm(3, 0) == Warmed(3, None, None)
 
 
 @pytest.mark.parametrize(
     ("cap_ms", "each_ms", "durations", "expected"),
     [
-        (1e6, 1.0, {"forward": [5.0], "backward": [9.0]}, (12, True)),
-        (1e6, 1.0, {"forward": [5.0], "backward": SLOW_AT_FIRST}, (24, True)),
+        (1e6, 1.0, {"forward": [5.0], "backward": [50.0] * 7 + [5.0]}, (24, True)),
         (1e6, 1.0, {"forward": [*(5.4 - 0.045 * i for i in range(20)), 4.5]}, (36, True)),
         (30_000, 1.0, {"forward": [1.05**i for i in range(200)]}, (27, False)),  # 12, 12, and the 3 that still fit
         (3.5, 1.0, {"forward": [5.0]}, (3, None)),  # fewer than can say
-        (0, 1.0, {"forward": [5.0]}, (0, None)),
         (100, None, {"forward": [80_000.0]}, (1, None)),  # not twelve where nothing is known of their length
-        (1e6, None, {"forward": [5.0]}, (13, True)),
         (0, None, {"forward": [5.0]}, (0, None)),
     ],
 )
@@ -174,8 +158,6 @@ WILD = [1.0, 9.0] * 15 + [5.0]
 @pytest.mark.parametrize(
     ("least", "cap_ms", "durations", "samples", "precise"),
     [
-        (30, 1e12, {"forward": [5.0]}, 30, True),
-        (10, 1e12, {"forward": WILD}, 50, True),
         (10, 1e12, {"forward": [5.0], "backward": WILD}, 50, True),
         (1000, 50_000, {"forward": [1.0, 9.0] * 500, "backward": [1.0]}, 23, False),  # 21 s a batch of ten
         (10, 5, {"forward": [5.0]}, 10, True),  # the first batch passed the cap
@@ -199,9 +181,9 @@ def test_an_iteration_takes_as_long_as_its_slowest_rank():
         slowest([{"forward": [1, 5]}, {"forward": [3]}])
 
 
-@pytest.mark.parametrize(("iteration_s", "samples"), [(0.05, 20), (0.1, 10), (0.5, 5), (4.1, 4), (100, 1)])
-def test_a_baseline_is_sampled_as_often_as_the_run_but_of_long_iterations_less(iteration_s, samples):
-    assert [baseline_runs(runs, iteration_s) for runs in (20, 3)] == [samples, min(3, samples)]
+def test_a_baseline_is_sampled_as_often_as_the_run_but_of_long_iterations_less():
+    assert [baseline_runs(20, iteration_s) for iteration_s in (0.05, 0.1, 0.5, 4.1, 100)] == [20, 10, 5, 4, 1]
+    assert baseline_runs(3, 0.5) == 3
 
 
 def test_overhead_is_the_least_of_what_empty_regions_measure(watch):
@@ -318,7 +300,7 @@ def spin(seconds: float) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets():
+def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets_and_a_lead_leaves_lateness_out():
     late_s = [0.0]
 
     @contextmanager
@@ -328,9 +310,13 @@ def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets():
         late_s[0] = 0.0
 
     watch = Stopwatch(alone("cuda:0"))
-    work = timing.Called(("forward",), lambda _: spin(100e-6 + late_s[0]))
+    work = timing.Called(("forward",), lambda _: spin(40e-6 + late_s[0]))
     record(work, watch, 1, Recorder(watch.me.device), observed)
     assert watch.lead_ms - LEAD_MS == pytest.approx(2, abs=0.5)
+    best_ms = {}
+    for watch.lead_ms in (LEAD_MS, LEAD_MS, 0.0):
+        best_ms[watch.lead_ms] = min(Timer(work, watch).sample(30)["forward"])
+    assert best_ms[LEAD_MS] < 0.02 and best_ms[0.0] > 0.03
 
 
 @pytest.mark.gpu
@@ -340,14 +326,3 @@ def test_a_backward_is_timed_without_waking_autograds_thread_unless_that_is_want
     size = ["seq_len=256", "heads=4", "kv_heads=4", "head_dim=64", "hardware=cuda", "world_size=1"]
     spec = resolved("attention=ring", *size, *([f"timing.autograd_thread={thread}"] if thread else []), gpus=1)
     assert in_world(program.backward_here, 1, "cuda", experiment=spec.plain()) is not thread
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_stopwatch_that_lets_the_host_get_ahead_leaves_its_lateness_out():
-    def best(lead_ms: float) -> float:
-        late = timing.Called(("forward",), lambda _: spin(40e-6))
-        return min(Timer(late, Stopwatch(alone("cuda:0"), lead_ms=lead_ms)).sample(30)["forward"])
-
-    best(LEAD_MS)
-    assert best(LEAD_MS) < 0.02 and best(0) > 0.03
