@@ -23,9 +23,9 @@ Cover = MergePlan | Sequence[Intervals]
 def merge(out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
     """Write the merge of the parts `(a, lse_a)` and `(b, lse_b)` to `(out, lse)`, which may be either of them.
 
-    out, a, b: `[B, S, H, D]` or `[T, H, D]`, in any dtypes and with any strides, except that the last dim is contiguous.
+    out, a, b: `[B, S, H, D]` or `[T, H, D]`, in any dtypes and with any strides.
     lse, lse_a, lse_b: `[B, H, S]` or `[H, T]`, fp32 (fp64 for fp64)."""
-    if out.is_cuda:
+    if out.is_cuda and out.stride(-1) == a.stride(-1) == b.stride(-1) == 1:
         from attention.ops.merge import merge_triton
 
         merge_triton(out, lse, a, lse_a, b, lse_b)
