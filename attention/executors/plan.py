@@ -14,12 +14,12 @@ from torch import Tensor
 from attention.executors import executor
 from attention.geometry.intervals import joined, length
 from attention.geometry.layouts import CuSeqlens, ceiled, sizes_of
-from attention.geometry.schedules import SEQUENCE, Block, Problem, Step, Subproblem, steps
+from attention.geometry.schedules import SEQUENCE, Block, Problem, Repeated, Step, Subproblem, steps
 from attention.geometry.transfers import Route, step_routes
 from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel
 from attention.kernels.interface import KvLengths
-from attention.masks.band import Intervals
+from attention.masks.band import Interval, Intervals
 from attention.masks.pattern import Pattern
 from attention.transports import Transport
 
@@ -184,13 +184,17 @@ def _uploaded(lengths: tuple[int, ...], device: torch.device) -> Tensor:
 def _calls(step: Step, like: Call, packed: bool, device: torch.device) -> Iterator[LocalCall]:
     """Under a pattern, or in a dense batch: one call for each block. In a packed batch: one call over all sequences for all
     blocks with the same mask and group."""
-    if not packed or (step.blocks and isinstance(step.blocks[0].mask, Pattern)):
-        yield from (LocalCall((b.q,), step.where([b.k]), like.under(b.mask)) for b in step.blocks)
+    blocks, kinds = step.blocks, list[tuple[Any, list[Interval], list[Interval]]]()
+    if isinstance(blocks, Repeated):
+        kinds = [(b.mask, blocks.slices(b.q), blocks.slices(b.k)) for b in blocks.unit]
+    elif not packed or (blocks and isinstance(blocks[0].mask, Pattern)):
+        yield from (LocalCall((b.q,), step.where([b.k]), like.under(b.mask)) for b in blocks)
         return
-    alike: dict[tuple[int, int], list[Block]] = {}
-    for block in step.blocks:
-        alike.setdefault((id(block.mask), block.group), []).append(block)  # equal bands of a step are one object
-    for together in alike.values():
-        q, k, (mask, *_), _ = zip(*together, strict=True)
+    else:
+        alike: dict[tuple[int, int], list[Block]] = {}
+        for block in blocks:
+            alike.setdefault((id(block.mask), block.group), []).append(block)  # equal bands of a step are one object
+        kinds = [(b[0].mask, [x.q for x in b], [x.k for x in b]) for b in alike.values()]
+    for mask, q, k in kinds:
         call = like.of_packed(mask, [b - a for a, b in q], [b - a for a, b in k], device)
         yield LocalCall(joined(q), step.where(k), call)

@@ -59,12 +59,13 @@ class Layout:
         if self.inner > 1 and single:  # the pieces of a group's shard lie within a chunk, which implies the rest
             self._divides(lengths[0], self.chunks * world, "seq_len", self._times("world_size"))
             return
-        for length in lengths:
-            what = "seq_len" if single else "a sequence of the packed batch has length"
-            if not single and not self.per_sequence:
-                what = "the packed batch's total"
-            times = "world_size" if self.inner == 1 else f"(world_size / {self.inner})"
-            self._divides(length, self.chunks * groups, what, self._times(times))
+        divisor = self.chunks * groups
+        length = next((length for length in lengths if length % divisor), 0)
+        what = "seq_len" if single else "a sequence of the packed batch has length"
+        if not single and not self.per_sequence:
+            what = "the packed batch's total"
+        times = "world_size" if self.inner == 1 else f"(world_size / {self.inner})"
+        self._divides(length, divisor, what, self._times(times))
         if self.inner > 1:  # the pieces of a group's shard
             self._divides(
                 cu_seqlens[-1], world, "the packed batch's total", "world_size", lcm(world, self.chunks * groups)

@@ -11,17 +11,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from attention.geometry import cuts
 from attention.geometry.cuts import BUFFER, K0, K1, Cut, Places
-from attention.geometry.intervals import by_number, joined, length, union
-from attention.geometry.layouts import CuSeqlens, Layout, Shard
+from attention.geometry.intervals import Column, by_number, joined, length, union
+from attention.geometry.layouts import Chunks, CuSeqlens, Layout, Shard
 from attention.masks.band import CAUSAL, FULL, Band, Interval, Intervals
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
@@ -49,6 +49,37 @@ class Block(NamedTuple):
         return self.mask.pairs(self.q[1] - self.q[0], self.k[1] - self.k[0])
 
 
+@dataclass(frozen=True, eq=False)
+class Repeated(Sequence[Block]):
+    """The same blocks in every sequence of a packed batch, whose shard begins at `first` and has chunks of `size` tokens.
+    unit: the blocks of one sequence, in chunks."""
+
+    unit: tuple[Block, ...]
+    first: Column
+    size: Column
+
+    def slices(self, unit: Interval) -> list[Interval]:
+        """By sequence, what lies in these chunks."""
+        start, stop = (self.first + self.size * at for at in unit)
+        return list(zip(start.tolist(), stop.tolist(), strict=True))
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Sequence by sequence."""
+        columns = [zip(self.slices(b.q), self.slices(b.k), strict=True) for b in self.unit]
+        return tuple(
+            Block(q, k, b.mask, b.group)
+            for sequence in zip(*columns, strict=True)
+            for b, (q, k) in zip(self.unit, sequence, strict=True)
+        )
+
+    def __getitem__(self, i: Any) -> Any:
+        return self.blocks[i]
+
+    def __len__(self) -> int:
+        return len(self.unit) * len(self.first)
+
+
 class Step(NamedTuple):
     """keys: the tokens that the step needs, in the order in which they lie for the rank: intervals of the owner's shard, or
     after a gather of the sequence. They contain the keys of all blocks, and may contain more. Equal steps of a ring share one
@@ -56,7 +87,7 @@ class Step(NamedTuple):
 
     owner: int
     keys: Intervals
-    blocks: tuple[Block, ...]
+    blocks: Sequence[Block]
     places: Places | None = None
 
     @property
@@ -253,6 +284,47 @@ def _local(problem: Problem, rank: int) -> tuple[Intervals, Cut]:
     return ((0, n),) if n else (), _cut(problem, rank, own)
 
 
+def _whole_shards(problem: Problem, rank: int) -> Cut:
+    """The mask's parts at the keys of rank r - i (mod W), as buffer i."""
+    return _cut(problem, rank, problem.held.numbered((rank - problem.held.of) % problem.world))
+
+
+def _repeated(problem: Problem, rank: int) -> list[Sequence[Block]] | None:
+    """The blocks of a ring's steps against whole shards, where all sequences are cut alike."""
+    layout, cu = problem.layout, np.array(problem.cu_seqlens, np.int64)
+    if (
+        layout != problem.q_layout
+        or not layout.per_sequence
+        or not isinstance(layout.split, Chunks)
+        or layout.inner > 1
+    ):
+        return None
+    units = _units(replace(problem, cu_seqlens=(0, CHUNK * layout.chunks * problem.world)), rank)
+    if units is None:
+        return None
+    lengths = cu[1:] - cu[:-1]
+    first, size = cu[:-1][lengths > 0] // problem.world, lengths[lengths > 0] // (layout.chunks * problem.world)
+    known = {unit: Repeated(unit, first, size) for unit in units}
+    return [known[unit] for unit in units]
+
+
+CHUNK = 4  # tokens of a chunk in which chunks alone are told apart
+
+
+@lru_cache(maxsize=64)
+def _units(problem: Problem, rank: int) -> list[tuple[Block, ...]] | None:
+    """The blocks of each step against the whole shards of one sequence, in chunks of CHUNK tokens; None where their borders or
+    bands are not those of chunks."""
+    x = cuts.settled(cuts.merged(_whole_shards(problem, rank)))
+    steps = [_bands(x[:, x[BUFFER] == i]) for i in range(problem.world)]
+    if any(b.mask not in (FULL, CAUSAL) for blocks in steps for b in blocks) or (x[: cuts.LO] % CHUNK).any():
+        return None
+    return [
+        tuple(b._replace(q=(b.q[0] // CHUNK, b.q[1] // CHUNK), k=(b.k[0] // CHUNK, b.k[1] // CHUNK)) for b in blocks)
+        for blocks in steps
+    ]
+
+
 class LocalSchedule(Schedule):
     """One step, against the local KV."""
 
@@ -265,9 +337,11 @@ class RingSchedule(Schedule):
     """W steps, step i against the keys of rank r - i (mod W)."""
 
     def steps(self, problem: Problem, rank: int) -> tuple[Step, ...]:
-        world, n, held = problem.world, problem.shard_tokens, problem.held
-        x = _cut(problem, rank, held.numbered((rank - held.of) % world))
+        world, n = problem.world, problem.shard_tokens
         owners = [(rank - i) % world for i in range(world)]
+        if problem.moves_shards and (blocks := _repeated(problem, rank)):
+            return tuple(Step(*x) for x in zip(owners, [((0, n),) if b else () for b in blocks], blocks, strict=True))
+        x = _whole_shards(problem, rank)
         if problem.moves_shards:
             met = {0, *x[BUFFER].tolist()}
             return self._steps(problem, rank, owners, [((0, n),) if i in met else () for i in range(world)], x)
@@ -276,18 +350,20 @@ class RingSchedule(Schedule):
         return self._steps(problem, rank, owners, _by_buffer(keys, world), cuts.with_keys(x, keys))
 
     def sends(self, problem: Problem, rank: int) -> Sequence[Intervals]:
-        world, q = problem.world, problem.queries
+        world = problem.world
         if problem.moves_shards:  # to ranks with a query that sees its first key: the longest sequence tells which
             shards, keys = problem.layout.shards((0, problem.longest), world), ((0, problem.shard_tokens),)
             first = shards[rank][0].start if problem.band.causal else 0
             return [(), *(keys if shards[(rank + i) % world][-1].stop > first else () for i in range(1, world))]
+        q = problem.queries
         x = cuts.cut(problem.rectangles, q.numbered((q.of - rank) % world), problem.held.only(rank))
         return [(), *_by_buffer(cuts.keys_by_buffer(x), world)[1:]]
 
     def most_keys(self, problem: Problem) -> tuple[int, ...]:
-        world, q = problem.world, problem.queries
+        world = problem.world
         if not problem.keys_differ:
             return (0, *[problem.shard_tokens] * (world - 1))
+        q = problem.queries
         if problem.alike_by_distance:  # the steps of the first and of the last rank together have every distance
             q = q.where((q.of == 0) | (q.of == world - 1))
         keys = cuts.keys_by_buffer(cuts.cut(problem.rectangles, q.numbered(q.of * world), problem.held))
