@@ -25,9 +25,9 @@ from hydra.errors import HydraException
 from hydra.types import TaskFunction
 from omegaconf.errors import OmegaConfBaseException
 
-from runner import app, plan
+from runner import app
 from runner.command import command
-from runner.config import folders, resolve
+from runner.config import folders
 from runner.config.values import InvalidConfig, message
 from runner.output import columns, reader, terminal
 from runner.output.reader import UnreadableFile
@@ -102,7 +102,7 @@ def _result(done: Any) -> Result:
     """The recorded result of one of Hydra's jobs. Raises the job's error."""
     _ = done.return_value
     folder = Path(done.hydra_cfg.hydra.runtime.output_dir)
-    result = reader.read_result(folder) or plan.earlier(folder, resolve.identity(done.cfg))
+    result = reader.read_result(folder)
     if result is None or isinstance(result, UnreadableFile):
         raise OSError(f"the result was removed or cannot be read: {result}")
     return result

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -59,33 +58,24 @@ def refusal(error: InvalidConfig | UnsupportedHere) -> str:
 
 
 def earlier(folder: Path, key: str) -> Result | None:
-    """The earlier result of this run, which may lie in another folder of the sweep. A file that cannot be read, or that belongs to
+    """The earlier result of this run. A file that cannot be read, or that belongs to
     another run, is reported on stderr and not used. Raises InvalidConfig for a result of a newer program, which would be
     overwritten."""
-    found = reader.read_result(folder)
-    if found is None and (other := _elsewhere(folder.parent).get(key)) is not None:
-        found = reader.read_result(other)
-    if isinstance(found, Result) and key not in (found.key, key_of(found.config)):
-        found = UnreadableFile(folder / reader.RESULT, f"its key is {found.key}, this run's is {key}")
-    if isinstance(found, UnreadableFile):
-        if found.newer:
-            raise InvalidConfig(f"{found}; give another hydra.sweep.dir=FOLDER, or remove it to run anew")
-        reader.report_problems([found])
+    result = reader.read_result(folder)
+    if isinstance(result, Result) and key not in (result.key, key_of(result.config)):
+        result = UnreadableFile(folder / reader.RESULT, f"its key is {result.key}, this run's is {key}")
+    if isinstance(result, UnreadableFile):
+        if result.newer:
+            raise InvalidConfig(f"{result}; give another hydra.sweep.dir=FOLDER, or remove it to run anew")
+        reader.report_problems([result])
         return None
-    return found
+    return result
 
 
 def kept(folder: Path, key: str) -> Result | None:
     """The earlier result of this run where `resume=true` keeps it: it is ok and lacks no rounds."""
     before = earlier(folder, key)
     return before if before is not None and before.status == "ok" and not rounds.unfinished(before.plain) else None
-
-
-@lru_cache
-def _elsewhere(sweep: Path) -> dict[str, Path]:
-    """The folders of a sweep's ok runs that an earlier version named by another key, by the key that they have now."""
-    found = ((one, key_of(one.config)) for one in reader.read_results(sweep, below=False)[0] if one.status == "ok")
-    return {key: one.folder for one, key in found if key != one.key}
 
 
 @dataclass(frozen=True)

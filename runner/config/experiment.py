@@ -27,7 +27,6 @@ PHASES = (
     "prepare", "trials", "estimate", "check_variant", "check_reference", "check_compare", "ceilings", "timing", "check_timed",
     "energy", "phases", "profiler", "baseline", "finish",
 )  # fmt: skip
-PHASES_AFTER_CHECK = PHASES[PHASES.index("ceilings") :]
 
 
 @dataclass(frozen=True)
@@ -275,11 +274,6 @@ class Experiment:
         return [name for name, value in self.options.items() if value == BEST]
 
     @property
-    def has_trials(self) -> bool:
-        """Whether candidates are run before one is taken: variants with attention=auto, or values of options."""
-        return self.chosen is None or bool(self.best_options)
-
-    @property
     def graphs(self) -> bool | str:
         """Whether forward and backward are replayed from CUDA graphs; "auto": attention=auto decides."""
         return "auto" if self.replay == "auto" else self.replay == "graphs"
@@ -290,19 +284,12 @@ class Experiment:
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Experiment:
-        call = dict(plain["workload"])
-        call["window"] = tuple(call["window"])
-        for key in ("seqlens", "kv_lengths"):
-            call[key] = tuple(call[key]) if call.get(key) else None
-        named_mask = call.get("named_mask")  # results of earlier versions have none
-        call["named_mask"] = NamedMask(**named_mask) if named_mask else None
-        model = plain.get("model")  # results of earlier versions have the text none
-        typed = {
-            "model": Model(**model) if isinstance(model, dict) else None,
-            "workload": AttentionCall(**call),
-            "dtype": Dtype(**plain["dtype"]),
-            "timing": Timing(**plain["timing"]),
-            "check": Check(**plain["check"]),
-            "launch": Launch(**plain["launch"]),
-        }
-        return Experiment(**{key: value for key, value in plain.items() if key != "graphs"} | typed)
+        """Of what `plain` returned, also in a result of an earlier version, which lacks some and has the text none for no model."""
+        call = {key: tuple(x) if isinstance(x, list) else x for key, x in plain["workload"].items()}
+        if call.get("named_mask"):
+            call["named_mask"] = NamedMask(**call["named_mask"])
+        values = {key: x for key, x in plain.items() if key not in ("graphs", "model")} | {"workload": call}
+        if isinstance(plain.get("model"), dict):
+            values["model"] = Model(**plain["model"])
+        kinds = {"workload": AttentionCall, "dtype": Dtype, "timing": Timing, "check": Check, "launch": Launch}
+        return Experiment(**values | {key: kind(**values[key]) for key, kind in kinds.items()})

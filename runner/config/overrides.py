@@ -41,10 +41,6 @@ MOST_RUNS = 10_000  # of a sweep
 OPEN = ("attention.", "mask.", "model.", "tracker.")  # options of a choice, which other choices of the group may lack
 
 
-class UnknownKey(InvalidConfig):
-    """A configuration lacks a key."""
-
-
 def choices_of(folder: str) -> list[str]:
     """The names of the files of a folder of conf/."""
     return sorted(f.name[:-5] for f in (resources.files("runner.conf") / folder).iterdir() if f.name.endswith(".yaml"))
@@ -101,24 +97,17 @@ def check(arguments: Sequence[str], multirun: bool) -> DictConfig:
         if override.get_key_element() != key:
             raise InvalidConfig(f"{text}: every run has one {name}; write {key}=NAME")
         choices[name] = [f"{key}={one_of(name, value, groups()[name])}" for value in values(override)]
-    # options differ by variant and mask: each choice of a group with keys is composed, and one of them must have the key
-    changed = {override.key_or_group.partition(".")[0] for override in keys}
-    varied = [texts if name in changed else texts[:1] for name, texts in choices.items()]
-    lacking: dict[str, UnknownKey] = {}
-    had: set[str] = set()
-    for i in reversed(range(max(map(len, varied), default=1))):
-        cfg = copy.deepcopy(_composed(tuple(texts[min(i, len(texts) - 1)] for texts in varied))[0])
-        for override in keys:
-            name = override.key_or_group
-            try:
-                for value in reversed(values(override) if i == 0 else values(override)[:1]):
-                    _set(cfg, name, value)
-                had.add(name)
-            except UnknownKey as error:
-                lacking[name] = error
-    for name in lacking.keys() - had:
-        raise lacking[name]
-    return cfg
+    first = {name: texts[0] for name, texts in choices.items()}
+    for override in keys:
+        name = override.key_or_group
+        group, _, option = name.partition(".")
+        # options differ by variant and mask: one choice must have the key
+        made = [first | {group: text} for text in choices.get(group, [])] or [first]
+        cfgs = [_composed(tuple(texts.values()))[0] for texts in made]
+        cfg = copy.deepcopy(next((cfg for cfg in cfgs if option and option in cfg.get(group, ())), cfgs[0]))
+        for value in values(override):
+            _set(cfg, name, value)
+    return composed(jobs(arguments)[0])
 
 
 def check_sweep(parsed: Sequence[Override]) -> int:
@@ -265,7 +254,7 @@ def _set(cfg: DictConfig, name: str, value: Any) -> None:
             )
         OmegaConf.update(cfg, name, value)
     except (ConfigAttributeError, ConfigKeyError) as error:
-        raise UnknownKey(_unknown(max(name, error.full_key or "", key=len), cfg)) from None
+        raise InvalidConfig(_unknown(max(name, error.full_key or "", key=len), cfg)) from None
     except OmegaConfBaseException as error:
         reason = shown(str(error).partition("\n")[0])
         raise InvalidConfig(f"{name}={shown(value)}: {reason}; leave it out for {name}={written(before)}") from None

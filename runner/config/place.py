@@ -58,16 +58,12 @@ class Place:
     def check(self, world_size: int, gpus: int) -> None:
         """Raises InvalidConfig for a world that these processes cannot form."""
         most = None if self.whole_node and not gpus else self.whole_world(gpus)
-        each = self.ranks_each(world_size, gpus)
-        if most is not None and world_size > most:
+        step = self.processes if most is None else self.ranks_each(world_size, gpus)
+        if (most is not None and world_size > most) or world_size % step:
+            limit = "" if most is None else f", or leave it out for world_size={most}"
             raise InvalidConfig(
-                f"world_size={world_size}: {self.launcher} started {self.processes} processes, for {most} ranks; start more, "
-                f"or leave it out for world_size={most}"
-            )
-        if world_size % each or (most is None and world_size % self.processes):
-            of = gpus or self.processes
-            raise InvalidConfig(
-                f"world_size={world_size}: {self.launcher} started one process on each of {self.nodes} nodes; give a multiple of {of}"
+                f"world_size={world_size}: {self.launcher} started {self.processes} processes on {self.nodes} nodes; give a "
+                f"multiple of {step}{limit}"
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -33,6 +34,24 @@ _LATER = {
     "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None, "energy": True, "nvtx": False,
     "timing.phase_runs": None,
 }  # fmt: skip
+
+
+WHOLE = {  # numbers by the least that they may be; null is another rule's
+    0: ("seed", "seqlens_std", "timing.warmup_runs"),
+    1: (
+        "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "seq_len", "q_len", "prefix", "chunk", "seqlens_mean", "seqlens_multiple",
+        "timing.timing_runs", "timing.profile_runs", "timing.phase_runs", "timing.layers",
+    ),
+}  # fmt: skip
+ABOVE_ZERO = {  # numbers by the most that they may be
+    **dict.fromkeys(("softcap", "check.max_tflop", "timing.precision", "dtype.error_ratio"), FINITE),
+    **dict.fromkeys(("launch.timeout_s", "launch.start_timeout_s"), math.inf),
+    **dict.fromkeys(("dtype.atol", "dtype.gqa_atol", "dtype.grad_atol"), FINITE),
+    # an output of zeros is 1 off
+    **{f"dtype.{key}": 0.5 for key in ("row", "grad_row", "gain", "lse", "rel_l2", "grad_rel_l2")},
+    "launch.memory_limit_gb": 1e9,
+    "timing.time_cap_s": 24 * 3600,
+}
 
 
 def register() -> None:
@@ -132,20 +151,17 @@ def _check_names(cfg: DictConfig) -> None:
         one_of("mode", cfg.mode, (*schema.MODES, *schema.MODEL_MODES))
 
 
-def _check_dtype(cfg: DictConfig) -> None:
-    way_out = f"leave it out for that of dtype={cfg.dtype.name}"
-    for key in (key for key in cfg.dtype if key != "name"):
-        above_zero(f"dtype.{key}", cfg.dtype[key], way_out, FINITE)
-        if str(key).endswith("rel_l2") or key in ("row", "grad_row", "gain", "lse"):
-            above_zero(f"dtype.{key}", cfg.dtype[key], f"an output of zeros is 1 off; {way_out}", 0.5)
-
-
-def _check_check(cfg: DictConfig) -> None:
-    above_zero("check.max_tflop", cfg.check.max_tflop, "null for this hardware's, check.enabled=false for no check")
+def _check_numbers(cfg: DictConfig) -> None:
+    for least, keys in WHOLE.items():
+        for key in keys:
+            if (value := OmegaConf.select(cfg, key)) is not None:
+                whole(key, value, least)
+    for key, most in ABOVE_ZERO.items():
+        above_zero(key, OmegaConf.select(cfg, key), "leave it out for the default", most)
 
 
 # rules of one config group each
-GROUP_RULES = (_check_values, _check_names, _check_dtype, _check_check, launch.check_group, timing.check_group)
+GROUP_RULES = (_check_values, _check_names, _check_numbers, launch.check_group, timing.check_group)
 # rules across groups; those of this machine come last, since a broken rule is broken on every machine
 RUN_RULES = (
     model.check_model, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
@@ -164,7 +180,7 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     options = attention.options(cfg, chosen)
     mode = model.mode(cfg) if whole_model else attention.mode(cfg, chosen)
     device = launch.device(cfg, gpus)
-    seed = seed if cfg.seed is None else whole("seed", cfg.seed, 0)
+    seed = seed if cfg.seed is None else cfg.seed
     ranks = launch.world_size(cfg, gpus)
     run = Experiment(
         variant=cfg.attention.name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from omegaconf import DictConfig
@@ -52,22 +51,19 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
         else:
             about = call.heads, call.kv_heads, call.cu_seqlens, run.world_size, call.mask, call.q_len
             settings(chosen, run.call_options, *about)
-            if run.is_module:
-                _check_module(run)
+            asked = [*call.features, *(["a packed batch"] if call.seqlens else [])]
+            if run.is_module and asked:
+                raise ValueError(module_lacks(run.variant, asked))
             if chosen.mixes and run.baseline == "dense":
                 raise ValueError(
                     f"baseline=dense: {chosen.name} gives other numbers than attention; run attention=dense beside it, with baseline=none"
                 )
     except ValueError as error:
         hint = _about_drawn(cfg.seqlens, run.world_size) if call.seqlens is not None else ""
-        raise InvalidConfig(f"{_by_keys(str(error), run)}{hint}") from None
-
-
-def _check_module(run: Experiment) -> None:
-    """Raises ValueError for what the module does not take."""
-    call = run.workload
-    if asked := [*call.features, *(["a packed batch"] if call.seqlens else [])]:
-        raise ValueError(module_lacks(run.variant, asked))
+        named = run.workload.named_mask
+        text = str(error).replace(f"mask={call.mask}:", f"mask={named.name}:") if named else str(error)
+        about = "" if text.startswith("attention=") else f"attention={run.variant}: "
+        raise InvalidConfig(f"{about}{text}{hint}") from None
 
 
 def module_lacks(variant: str, asked: list[str]) -> str:
@@ -88,24 +84,6 @@ def _about_drawn(seqlens: Any, world: int) -> str:
             "all runs that you compare, since it changes their work"
         )
     return ""
-
-
-def _by_keys(message: str, run: Experiment) -> str:
-    """A message of the library with the command line's keys and values in place of its arguments."""
-    mask, by_name = run.workload.mask, run.workload.named_mask
-    named = {f"mask={mask}": f"mask={by_name.name}"} if by_name else {}
-    if isinstance(mask, Band):
-        window = f"window={shown(run.workload.window)}"
-        named[f"window=({mask.left}, {mask.right})"] = f"mask={by_name.name}" if by_name else window
-        named |= {f"causal={x}": f"mask={by_name.name}" for x in ("true", "false")} if by_name else {}
-    for key, value in run.options.items():
-        named |= {f"{key}={text}": f"attention.{key}={shown(value)}" for text in (str(value), repr(value))}
-    for argument, key in named.items():
-        if message.startswith(f"{argument}:"):
-            message = key + message.removeprefix(argument)
-            break
-    options = "|".join(map(re.escape, run.options))
-    return re.sub(rf"(?<![\w.])({options})=", r"attention.\1=", message) if options else message
 
 
 def _check_automatic(run: Experiment) -> None:

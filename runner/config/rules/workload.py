@@ -14,7 +14,7 @@ from runner.config.document_lengths import MEAN, real_lengths
 from runner.config.experiment import AttentionCall
 from runner.config.masks import NONE, NamedMask, named
 from runner.config.schema import DEFAULT_SIZES
-from runner.config.values import FINITE, LARGEST, InvalidConfig, above_zero, plain, shown, whole
+from runner.config.values import LARGEST, InvalidConfig, plain, shown
 from runner.config.variants import PACKED
 
 MOST_SEQUENCES = 1 << 19  # of a packed batch
@@ -24,12 +24,11 @@ DRAWN_BY = {"seqlens_mean": "random", "seqlens_std": "random", "seqlens_multiple
 def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = None, seed: int = 0) -> AttentionCall:
     """The call of a configuration. Open sizes follow from `device` and the variant (None: attention=auto), random
     lengths from `seed`. Raises InvalidConfig."""
-    sizes = {
-        key: whole(key, cfg[key] if cfg[key] is not None else DEFAULT_SIZES[device][key])
-        for key in ("batch", "heads", "kv_heads", "head_dim", "seq_len")
-    }
+    sizes = {key: cfg[key] if cfg[key] is not None else usual for key, usual in DEFAULT_SIZES[device].items()}
     if cfg.kv_heads is None and cfg.heads is not None:
         sizes["kv_heads"] = sizes["heads"]
+    if cfg.scale is not None and not math.isfinite(cfg.scale):
+        raise InvalidConfig(f"scale={cfg.scale:g}: must be a finite number; null for head_dim ** -0.5")
     window = _window(cfg)
     for key, drawn in DRAWN_BY.items():
         if cfg[key] is not None and cfg.seqlens != drawn:
@@ -49,11 +48,11 @@ def attention_call(cfg: DictConfig, device: str, chosen: Variant[Any] | None = N
     causal = cfg.causal and not (decode and cfg.config == "default")  # the default workload suits every variant
     call = AttentionCall(
         **sizes,
-        v_head_dim=None if cfg.v_head_dim is None else whole("v_head_dim", cfg.v_head_dim),
+        v_head_dim=cfg.v_head_dim,
         causal=causal,
         window=window,
-        scale=_scale(cfg.scale),
-        softcap=_softcap(cfg.softcap),
+        scale=cfg.scale,
+        softcap=cfg.softcap,
         sinks=cfg.sinks,
         dtype=cfg.dtype.name,
         q_len=q_len,
@@ -74,7 +73,7 @@ def _named_mask(cfg: DictConfig, tokens: int, lengths: tuple[int, ...] | None) -
             raise InvalidConfig(
                 f"chunk={cfg.chunk} mask={name}: two masks; chunk stands for mask=chunked; use chunk=null"
             )
-        return NamedMask("chunked", {"chunk": whole("chunk", cfg.chunk)})
+        return NamedMask("chunked", {"chunk": cfg.chunk})
     if name == NONE:
         if given:
             raise InvalidConfig(f"mask.{next(iter(given))}: mask={NONE} has no parameters; give mask=NAME, too")
@@ -101,7 +100,7 @@ def _check_mask(call: AttentionCall) -> None:
 def _queries(cfg: DictConfig, chosen: Variant[Any] | None) -> int | None:
     """The queries of a decode; None for self-attention."""
     decode = chosen.decode if chosen is not None else cfg.q_len is not None
-    q_len = None if cfg.q_len is None else whole("q_len", cfg.q_len)
+    q_len = cfg.q_len
     if not decode:
         if q_len is not None and chosen is not None:
             raise InvalidConfig(
@@ -144,7 +143,7 @@ def _prefix(cfg: DictConfig, chosen: Variant[Any] | None, window: tuple[int, int
     """Tokens of a decode's shared prefix."""
     if cfg.prefix is None:
         return None
-    tokens = whole("prefix", cfg.prefix)
+    tokens: int = cfg.prefix
     _only_decodes(f"prefix={tokens}", chosen, "mask=shared_prompt")
     if window != (-1, -1) or cfg.mask.name != NONE or cfg.chunk is not None:
         raise InvalidConfig(f"prefix={tokens}: a prefix takes no window and no mask; use window=[-1,-1] and mask=none")
@@ -167,17 +166,6 @@ def _window(cfg: DictConfig) -> tuple[int, int]:
             "give for instance window=[512,0]"
         )
     return left, right
-
-
-def _scale(scale: float | None) -> float | None:
-    if scale is not None and not math.isfinite(scale):
-        raise InvalidConfig(f"scale={scale:g}: must be a finite number; null for head_dim ** -0.5")
-    return scale
-
-
-def _softcap(softcap: float | None) -> float | None:
-    above_zero("softcap", softcap, "null for no softcap", FINITE)
-    return softcap
 
 
 def _lengths(cfg: DictConfig, sizes: dict[str, int], packed: bool, seed: int) -> tuple[int, ...] | None:
@@ -216,8 +204,8 @@ def _check_sequences(what: str, number: int) -> None:
 def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tuple[int, ...]:
     """Normally distributed lengths that add up to `total`: multiples of 64, which any layout on up to 32 ranks divides,
     or of a smaller power of two where the mean is below 128 or 64 does not divide `total`."""
-    mean = whole("seqlens_mean", cfg.seqlens_mean if cfg.seqlens_mean is not None else max(1, seq_len // 8))
-    spread = whole("seqlens_std", cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2), 0)
+    mean = cfg.seqlens_mean or max(1, seq_len // 8)
+    spread = cfg.seqlens_std if cfg.seqlens_std is not None else max(1, mean // 2)
     _check_sequences(f"seqlens=random seqlens_mean={mean}", total // mean)
     draw = random.Random(seed)
     unit = 64
@@ -233,7 +221,7 @@ def _random_lengths(cfg: DictConfig, total: int, seq_len: int, seed: int) -> tup
 
 
 def _real_lengths(cfg: DictConfig, total: int, seed: int) -> tuple[int, ...]:
-    multiple = whole("seqlens_multiple", cfg.seqlens_multiple if cfg.seqlens_multiple is not None else 1)
+    multiple = cfg.seqlens_multiple or 1
     _check_sequences("seqlens=real", total // MEAN)
     try:
         return real_lengths(total, seed, multiple)
