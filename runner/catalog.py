@@ -27,9 +27,8 @@ from attention.variants.base import Variant
 from attention.variants.registry import AUTO, SHORTLIST, SUMMARY
 from runner import environment
 from runner.config import overrides, resolve, schema
-from runner.config.experiment import Experiment
-from runner.config.masks import NONE, named
-from runner.config.rules.workload import attention_call
+from runner.config.experiment import NONE, Experiment, named
+from runner.config.rules.attention import attention_call
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.costs import dry_run
 from runner.output import commands, terminal

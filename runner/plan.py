@@ -25,10 +25,10 @@ from runner.output import reader, terminal
 from runner.output.reader import UnreadableFile
 from runner.output.record import Result
 from runner.peers import everything, missing
-from runner.tally import SKIPPED
 
 KEPT = "kept"  # the state of a run that resume=true keeps
 TO_DO = "to do"
+SKIPPED = ("invalid", "unsupported")  # statuses of runs that were not started
 
 
 def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:

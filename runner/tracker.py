@@ -6,9 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from runner.config.values import redacted
 from runner.output.columns import COLUMNS, row
 from runner.output.record import Result
-from runner.redaction import redacted
 
 
 def track(value: dict[str, Any], folder: Path) -> str | None:

@@ -1,22 +1,25 @@
-"""One run, resolved and checked. The ranks receive it as a plain dict."""
+"""One run, resolved and checked, with its mask by name and its model. The ranks receive it as a plain dict."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from attention import masks
 from attention.geometry import counts
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of, of_sequences
 from attention.variants.base import Variant
 from attention.variants.registry import AUTO
-from runner.config.masks import NamedMask
-from runner.config.models import Model
+from runner.config import huggingface
 from runner.config.schema import Check, Dtype, Launch
 from runner.config.variants import BEST, MODULES
+from runner.models import Config, preset
 from runner.peers import Package, variant
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
@@ -285,7 +288,7 @@ class Experiment:
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Experiment:
         """Of what `plain` returned, also in a result of an earlier version, which lacks some and has the text none for no model."""
-        call = {key: tuple(x) if isinstance(x, list) else x for key, x in plain["workload"].items()}
+        call: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in plain["workload"].items()}
         if call.get("named_mask"):
             call["named_mask"] = NamedMask(**call["named_mask"])
         values = {key: x for key, x in plain.items() if key not in ("graphs", "model")} | {"workload": call}
@@ -293,3 +296,102 @@ class Experiment:
             values["model"] = Model(**plain["model"])
         kinds = {"workload": AttentionCall, "dtype": Dtype, "timing": Timing, "check": Check, "launch": Launch}
         return Experiment(**values | {key: kind(**values[key]) for key, kind in kinds.items()})
+
+
+NONE = "none"  # no mask by name: `causal` and `window` say what a query sees
+
+
+@dataclass(frozen=True)
+class NamedMask:
+    """A name of `attention.masks` and its parameters, which are JSON."""
+
+    name: str
+    parameters: dict[str, Any]
+
+    def __hash__(self) -> int:
+        return hash((self.name, json.dumps(self.parameters, sort_keys=True)))
+
+    def make(self) -> Mask:
+        """Raises ValueError for an unknown name or a bad parameter."""
+        return masks.make(self.name, **self.parameters)
+
+
+def named(name: str, parameters: dict[str, Any], tokens: int, lengths: Sequence[int] | None) -> NamedMask:
+    """The mask with its open parameters (null) filled in for a sequence of so many tokens, in their order. lengths: of the
+    sequences of a packed batch."""
+    values, half = dict(parameters), tokens // 2
+
+    def share(divisor: int, most: int = tokens) -> int:
+        return min(max(1, tokens // divisor), most)
+
+    def whole(key: str) -> list[int] | None:
+        """The numbers of an earlier parameter; None for others, which are refused when the mask is made."""
+        numbers = values.get(key)
+        numbers = numbers if isinstance(numbers, list) else [numbers]
+        return numbers if all(isinstance(n, int) for n in numbers) else None
+
+    def quarters(n: int) -> list[int]:
+        return [(i + 1) * n // 4 - i * n // 4 for i in range(4)]
+
+    dca = name == "dca"
+    open_values: dict[str, Callable[[], Any]] = {
+        "left": lambda: share(8),
+        "chunk": lambda: share(4),
+        "prefix": lambda: share(4),
+        "lengths": lambda: list(lengths) if lengths else split(tokens),
+        "prefixes": lambda: [n // 4 for n in whole("lengths") or []],
+        "prompt": lambda: tokens - sum(whole("answers") or [tokens - half]),
+        "answers": lambda: quarters(tokens - sum(whole("prompt") or [tokens])),
+        "parts": lambda: [[[a, b], [a, b], [-1, -1]] for a, b in ((0, half), (half, tokens))],
+        "window": lambda: share(4, 2048) if dca else share(8),
+        "global_tokens": lambda: share(64, 128) if dca else share(64),
+    }
+    if dca:
+        open_values["random"] = lambda: share(16, 512)
+    for key in [key for key, value in parameters.items() if value is None and key in open_values]:
+        values[key] = open_values[key]()
+    return NamedMask(name, values)
+
+
+def split(tokens: int) -> list[int]:
+    """The lengths S/8, S/4, S/2 and the rest."""
+    first = [tokens // 8, tokens // 4, tokens // 2]
+    return [*first, tokens - sum(first)]
+
+
+NONE = "none"  # attention alone
+HF = "hf"  # any causal LM of transformers
+
+
+@dataclass(frozen=True)
+class Model:
+    """A preset, with sizes of its own where they are not None, and heads, sinks, softcap and scale of the run's call. own_masks: every layer has the preset's mask; else the
+    decoder's layers have the call's. steps: the fewest of a training run."""
+
+    name: str
+    own_masks: bool
+    recompute: bool
+    steps: int
+    learning_rate: float
+    layers: int | None = None
+    hidden: int | None = None
+    mlp: int | None = None
+    vocabulary: int | None = None
+    huggingface: str | None = None  # of model=hf: what `huggingface.loaded` returned
+
+    @property
+    def sizes(self) -> Config:
+        """Of the preset or of transformers' configuration, before those of the call."""
+        return preset(self.name) if self.huggingface is None else huggingface.config_of(self.huggingface, self.layers)
+
+    def config(self, call: AttentionCall) -> Config:
+        """The sizes, with the call's heads. Raises ValueError for sizes that do not fit together."""
+        sizes = {key: getattr(self, key) for key in ("layers", "hidden", "mlp", "vocabulary")}
+        sizes = {} if self.huggingface else sizes  # has them already
+        heads = {key: getattr(call, key) for key in ("heads", "kv_heads", "head_dim", "v_head_dim")}
+        if self.sizes.latent:
+            heads.pop("kv_heads")
+        found = replace(self.sizes, **{key: x for key, x in sizes.items() if x is not None}, **heads)
+        found = found if self.own_masks else found.under(call.whole_mask)
+        how: dict[str, Any] = {"sinks": call.sinks, "softcap": call.softcap, "scale": call.scale}
+        return replace(found, kinds=tuple(replace(kind, **how) for kind in found.kinds))

@@ -16,11 +16,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from attention.variants.registry import AUTO
 from runner import environment
-from runner.config import models, schema
-from runner.config.experiment import Experiment
-from runner.config.masks import NONE
+from runner.config import schema
+from runner.config.experiment import NONE, Experiment
 from runner.config.overrides import groups
-from runner.config.rules import attention, launch, model, timing, workload
+from runner.config.rules import attention, machine, model
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 from runner.peers import everything, variant
 
@@ -65,7 +64,7 @@ def register() -> None:
 def per_rank(cfg: DictConfig, n: int) -> int:
     """`seq_len: ${per_rank:8192}`: n for each rank of the world, so that a sweep over world_size is weak scaling."""
     if cfg.world_size == "auto":
-        return n * launch.world_size(cfg, usable_gpus(cfg))
+        return n * machine.world_size(cfg, usable_gpus(cfg))
     # a wrong world size is refused later, by its own rule
     return n * max(cfg.world_size if isinstance(cfg.world_size, int) else 1, 1)
 
@@ -108,9 +107,9 @@ def run_name(cfg: DictConfig, gpus: int) -> str:
     usable GPUs."""
     world = cfg.world_size
     if world == "auto" and cfg.hardware.name in schema.HARDWARE:
-        world = launch.world_size(cfg, gpus)
+        world = machine.world_size(cfg, gpus)
     parts = [cfg.attention.get("name", "none")]
-    parts += [cfg.config] if cfg.model.get("name") == models.NONE else [cfg.model.get("name")]
+    parts += [cfg.config] if cfg.model.get("name") == NONE else [cfg.model.get("name")]
     ways = (cfg.attention.get("grouping"), cfg.mask.name, cfg.kernel.name, cfg.transport.name)
     parts += [way for way in ways if way not in (None, NONE, AUTO)]
     tokens = cfg.seq_len
@@ -161,11 +160,11 @@ def _check_numbers(cfg: DictConfig) -> None:
 
 
 # rules of one config group each
-GROUP_RULES = (_check_values, _check_names, _check_numbers, launch.check_group, timing.check_group)
+GROUP_RULES = (_check_values, _check_names, _check_numbers, machine.check_launch, machine.check_timing)
 # rules across groups; those of this machine come last, since a broken rule is broken on every machine
 RUN_RULES = (
-    model.check_model, attention.check_variant, timing.check_layers, attention.check_replay, launch.check_fault,
-    launch.check_shared_gpu, timing.check_device, timing.check_nvtx,
+    model.check_model, attention.check_variant, machine.check_layers, attention.check_replay, machine.check_fault,
+    machine.check_shared_gpu, machine.check_device, machine.check_nvtx,
 )  # fmt: skip
 
 
@@ -179,21 +178,21 @@ def experiment(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
     cfg = model.filled(cfg, whole_model)
     options = attention.options(cfg, chosen)
     mode = model.mode(cfg) if whole_model else attention.mode(cfg, chosen)
-    device = launch.device(cfg, gpus)
+    device = machine.device(cfg, gpus)
     seed = seed if cfg.seed is None else cfg.seed
-    ranks = launch.world_size(cfg, gpus)
+    ranks = machine.world_size(cfg, gpus)
     run = Experiment(
         variant=cfg.attention.name,
         options=options,
-        workload=workload.attention_call(cfg, device, chosen, seed),
+        workload=attention.attention_call(cfg, device, chosen, seed),
         world_size=ranks,
         device=device,
         kernel=cfg.kernel.name,
         transport=cfg.transport.name,
         dtype=schema.Dtype(**plain(cfg.dtype)),
-        timing=timing.resolved(cfg, device),
+        timing=machine.timing_options(cfg, device),
         check=schema.Check(**plain(cfg.check)),
-        launch=launch.resolved(cfg, ranks, gpus if device == "cuda" else 0),
+        launch=machine.launch_options(cfg, ranks, gpus if device == "cuda" else 0),
         seed=seed,
         mode=mode,
         baseline=cfg.baseline,

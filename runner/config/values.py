@@ -1,8 +1,11 @@
-"""Values that a user gave: how a message shows one, and rules for a single value."""
+"""Values that a user gave: how a message shows one, rules for a single value, and secrets. What looks like a secret is written nowhere:
+neither into results, logs and Hydra's files, nor to a tracker or in messages."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -10,7 +13,6 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from attention.errors import nearest
-from runner.redaction import redacted
 
 LARGEST = (1 << 31) - 1  # of any whole number here
 FINITE = sys.float_info.max
@@ -100,3 +102,47 @@ def above_zero(key: str, value: Any, way_out: str, most: float = math.inf) -> No
         raise InvalidConfig(f"{key}={text}: must be above 0; {way_out}")
     if value > most:
         raise InvalidConfig(f"{key}={text}: must be at most {most:g}; {way_out}")
+
+
+MARK = "<secret>"
+# of a key or a variable whose value is a secret
+SECRET_NAME = re.compile(
+    r"SECRET|PASSW|PASSPHRASE|CREDENTIAL|API_?KEY|TOKEN(?![A-Z])|[_-](?:KEY|PASS|PWD|AUTH)(?![A-Z])", re.IGNORECASE
+)
+NO_SECRETS = ("token", "token losses", "joules_per_token")  # fields of results that SECRET_NAME matches
+SHORTEST = 8  # characters of a variable's value; a shorter one stands in other texts by chance
+# the rest of the line is the value: where it ends, only the parser of that text knows
+_ASSIGNED = re.compile(
+    rf"((?:{SECRET_NAME.pattern})[\w.-]*[\"']?\s*(?:=|:(?=\S|\s+[\"']))\s*)(?!\s|{MARK}).+", re.IGNORECASE
+)
+_LOGIN = re.compile(r"://(?:[^\s/]*|[^\s/:@\"',]+:[^\s@\"',]*)@")
+_SHAPES = re.compile(
+    r"\b(?:(?:hf|gh[pousr])_[A-Za-z0-9]{20,}|(?:github_pat_|glpat-|sk-|pypi-|xox[abprs]-|AIza)[\w-]{16,}"
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}\b|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*|Bearer\s+[\w.~+/=-]{8,})"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END|\Z)"
+)
+
+
+def redacted(value: Any) -> Any:
+    """The JSON value, or text, with `MARK` instead of the values of keys that `SECRET_NAME` matches, logins in URLs, tokens of known
+    shapes, and values of environment variables with such names."""
+    variables = {x for name, x in os.environ.items() if SECRET_NAME.search(name) and len(x) >= SHORTEST}
+    return _redacted(value, sorted(variables, key=len, reverse=True))
+
+
+def _redacted(value: Any, variables: list[str]) -> Any:
+    if isinstance(value, str):
+        for secret in variables:
+            value = value.replace(secret, MARK)
+        return _ASSIGNED.sub(rf"\1{MARK}", _SHAPES.sub(MARK, _LOGIN.sub(f"://{MARK}@", value)))
+    if isinstance(value, dict):
+        return {
+            _redacted(key, variables): MARK if _is_secret(key, x) else _redacted(x, variables)
+            for key, x in value.items()
+        }
+    return [_redacted(x, variables) for x in value] if isinstance(value, (list, tuple)) else value
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    scalar = value is not None and not isinstance(value, (bool, dict, list, tuple))
+    return scalar and isinstance(key, str) and key not in NO_SECRETS and SECRET_NAME.search(key) is not None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.redaction import redacted
+from runner.config.values import redacted
 
 TAIL_LINES = 20
 STACKS_S = 3.0  # most that ranks get to write their stacks

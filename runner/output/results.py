@@ -14,10 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from runner.config.values import CannotWrite
+from runner.config.values import CannotWrite, redacted
 from runner.output.reader import RESULT
 from runner.output.record import SCHEMA_VERSION, STATUSES, Result
-from runner.redaction import redacted
 
 FIELDS = [field.name for field in fields(Result) if field.name not in ("plain", "folder")]
 

@@ -29,8 +29,7 @@ from attention.variants.base import Variant
 from runner import job
 from runner.check.gate import check, check_timed
 from runner.check.local import Local
-from runner.config.experiment import Experiment
-from runner.config.masks import NamedMask
+from runner.config.experiment import Experiment, NamedMask
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 from runner.measure import timing

@@ -12,11 +12,11 @@ import pandas as pd
 import pytest
 
 from runner import app, pack, rounds, sweep
+from runner.app import Tally
 from runner.config.values import InvalidConfig
 from runner.output import results
 from runner.report import runs as report_runs
 from runner.report import tables
-from runner.tally import Tally
 from tests.support.command import environment, results_in, run
 from tests.support.composing import resolved
 from tests.support.recorded import measured, unnamed

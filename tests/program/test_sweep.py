@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from runner.app import Tally
 from runner.config import folders
-from runner.tally import Tally
 from tests.support.command import SMALL, only, results_in, run
 from tests.support.composing import configured
 from tests.support.paths import ROOT

@@ -16,7 +16,7 @@ from pathlib import Path
 from runner import compare, pack
 from runner.__main__ import main
 from runner.config.experiment import PHASES
-from runner.config.rules.launch import FAULTS
+from runner.config.rules.machine import FAULTS
 from runner.launch.ownership import PREFIX, remove_abandoned
 from runner.launch.processes import cores
 from runner.output import reader

@@ -14,9 +14,8 @@ from attention.masks.band import FULL
 from attention.masks.mask import FamilyMask, Mask
 from attention.masks.sequences import mask_of
 from attention.variants.registry import AUTO
-from runner.config import huggingface, masks, schema
-from runner.config.experiment import Experiment
-from runner.config.models import HF, NONE, Model
+from runner.config import huggingface, schema
+from runner.config.experiment import HF, NONE, Experiment, Model
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 from runner.config.variants import settings
 from runner.models import SPARSE, Config
@@ -67,7 +66,7 @@ def model(cfg: DictConfig) -> Model | None:
 
 def _own_masks(cfg: DictConfig) -> bool:
     """Whether the configuration asks for no other mask than that of the layers."""
-    return cfg.mask.name == masks.NONE and cfg.causal and list(cfg.window) == [-1, -1]
+    return cfg.mask.name == NONE and cfg.causal and list(cfg.window) == [-1, -1]
 
 
 def filled(cfg: DictConfig, chosen: Model | None) -> DictConfig:

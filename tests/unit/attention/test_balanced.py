@@ -14,7 +14,7 @@ from attention.geometry.schedules import Problem
 from attention.geometry.transfers import gather_move
 from attention.variants.balanced import assigned, balance
 from attention.variants.registry import VARIANTS
-from runner.config.document_lengths import real_lengths
+from runner.config.rules.attention import real_lengths
 
 WORLDS = (2, 3, 8, 64)
 MOST_RANGES = 4  # of a rank: each is a kernel call or a copy

@@ -6,13 +6,13 @@ import time
 import pytest
 
 from runner import app, environment, plan, sweep
+from runner.app import Tally
 from runner.config import overrides
 from runner.config.resolve import identity, run_name
 from runner.config.values import UnsupportedHere
 from runner.launch.processes import cores
 from runner.measure import duration, kernels, metrics
 from runner.output import display, reader, results
-from runner.tally import Tally
 from tests.support.composing import configured, resolved
 from tests.support.paths import ROOT
 from tests.support.recorded import measured

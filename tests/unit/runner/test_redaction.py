@@ -3,9 +3,8 @@
 import pytest
 
 from runner.config import overrides
-from runner.config.values import InvalidConfig, shown
+from runner.config.values import MARK, InvalidConfig, redacted, shown
 from runner.output.record import Result
-from runner.redaction import MARK, redacted
 from runner.tracker import columns
 from tests.support.command import results_in, run
 from tests.support.recorded import measured

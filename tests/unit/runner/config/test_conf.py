@@ -16,7 +16,7 @@ from attention.transports import SUMMARIES
 from attention.variants.registry import AUTO, VARIANTS
 from runner import rounds
 from runner.config import overrides, schema
-from runner.config.masks import NONE
+from runner.config.experiment import NONE
 from runner.config.overrides import groups
 from runner.config.resolve import run_name
 from runner.config.rules import model as model_rules

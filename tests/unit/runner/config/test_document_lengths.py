@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from runner.config.document_lengths import LONG, MEAN, SHORT, real_lengths
+from runner.config.rules.attention import LONG, MEAN, SHORT, real_lengths
 
 
 def test_shares_of_short_and_long_documents_are_those_of_the_source():

@@ -12,10 +12,10 @@ from omegaconf import OmegaConf
 from attention.masks.band import Band
 from attention.replay import REPLAY
 from attention.variants.registry import AUTO, VARIANTS
-from runner.config.document_lengths import real_lengths
 from runner.config.experiment import PHASES, Experiment
 from runner.config.overrides import groups
 from runner.config.resolve import identity, key_of, run_name
+from runner.config.rules.attention import real_lengths
 from runner.config.rules.machine import MachineLimits, check_fits, input_bytes
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.config.variants import PACKED
