@@ -4,7 +4,6 @@ sweep is, the lengths that failed, its folders. No torch in this process."""
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from runner import environment, plan, rounds
 from runner.config import folders
 from runner.config.experiment import Experiment
 from runner.config.place import joined
-from runner.config.resolve import experiment, identity, run_name, series, usable_gpus
+from runner.config.resolve import identity, run_name, series, usable_gpus
 from runner.config.values import InvalidConfig, UnsupportedHere, plain, redacted
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
@@ -123,14 +122,6 @@ class Unfinished:
     folder: Path
     value: dict[str, Any]
 
-    @property
-    def done(self) -> int:
-        return int(self.value["timing"]["rounds"]["done"])
-
-    @property
-    def rounds(self) -> int:
-        return int(self.value["timing"]["rounds"]["of"])
-
 
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
     """Does one of Hydra's jobs: a whole run, or the first round of a run that takes turns with others. A run that fails is
@@ -175,11 +166,6 @@ def _redact(path: Path) -> None:
         path.write_text(yaml.safe_dump(redacted(value), sort_keys=False, allow_unicode=True))
 
 
-def _variables(spec: Experiment) -> dict[str, str]:
-    """The environment variables that the run sets for its ranks."""
-    return {name: str(value) for name, value in (spec.launch.env or {}).items()}
-
-
 def _gpus(key: str, spec: Experiment) -> dict[str, Any]:
     return {key: environment.gpu_state()} if spec.device == "cuda" else {}
 
@@ -222,58 +208,27 @@ def _show(result: Result, number: int | None, more: bool) -> None:
 
 
 def further(earlier: Unfinished) -> Unfinished | None:
-    """Does the next round of a run. Returns None if it was the last round, or if it failed. An unexpected error is recorded
-    as a crash of this run, and the sweep goes on."""
-    folder = earlier.folder
-    try:
-        value = _next_round(earlier)
-    except Exception as error:
-        if _stopping(error):
-            raise
-        with results.writing(folder), (folder / "run.log").open("a") as log:
-            log.write(redacted("".join(traceback.format_exception(error))))
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}; see run.log"
-        value = results.result(status="crash", reason=reason, artifacts={"log": "run.log"}, **_about(earlier.value))
-    if value["status"] != "ok":
-        value["reason"] = f"in round {earlier.done + 1} of {earlier.rounds}: {value['reason']}"
-        with results.writing(folder):
-            for name in (
-                "samples.parquet",
-                "phases.csv",
-                "kernels.csv",
-                "kernel_times.csv",
-            ):  # a failed run has no times
-                (folder / name).unlink(missing_ok=True)
-    return _recorded(value, folder, earlier.number)
-
-
-def _stopping(error: BaseException | None) -> bool:
-    """Whether an error was raised while Ctrl-C or SIGTERM unwound the program."""
-    return error is not None and (isinstance(error, KeyboardInterrupt) or _stopping(error.__context__))
-
-
-def _about(value: dict[str, Any]) -> dict[str, Any]:
-    """The fields that a result keeps when a later round fails."""
-    return {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
-
-
-def _next_round(earlier: Unfinished) -> dict[str, Any]:
-    """The result of a run with its next round, or of that round's failure."""
-    folder, value, this = earlier.folder, earlier.value, earlier.done
-    spec = Experiment.from_plain(value["experiment"])
-    started = time.monotonic()
-    outcome = _job(spec, folder, this, earlier.rounds, f"run {tally.place(earlier.number)}")
-    if outcome.status != "ok" or outcome.result["status"] != "ok":
-        return _failed(outcome, folder, _about(value))
+    """Does the next round of a run. Returns None if it was the last round, or if it failed."""
+    folder, value, place = earlier.folder, earlier.value, f"run {tally.place(earlier.number)}"
+    done, of = (value["timing"]["rounds"][key] for key in ("done", "of"))
+    spec, started = Experiment.from_plain(value["experiment"]), time.monotonic()
+    outcome = _job(spec, folder, done, of, place)
     with results.writing(folder):
-        samples = results.read_samples(folder / "samples.parquet")
-        for rank, later in zip(samples, outcome.result["samples"], strict=True):
-            for which, ms in later.items():
-                rank[which] += ms
-        value = rounds.joined(value, samples, outcome.result, environment.period(started))
-        value["environment"] |= _gpus("gpus_after", spec)
-        results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
-    return value
+        if outcome.status == "ok" and outcome.result["status"] == "ok":
+            samples = results.read_samples(folder / "samples.parquet")
+            for rank, later in zip(samples, outcome.result["samples"], strict=True):
+                for which, ms in later.items():
+                    rank[which] += ms
+            value = rounds.joined(value, samples, outcome.result, environment.period(started))
+            value["environment"] |= _gpus("gpus_after", spec)
+            results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
+        else:
+            about = {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
+            value = _failed(outcome, folder, about)
+            value["reason"] = f"in round {done + 1} of {of}: {value['reason']}"
+            for path in (*folder.glob("*.csv"), folder / "samples.parquet"):  # a failed run has no times
+                path.unlink(missing_ok=True)
+    return _recorded(value, folder, earlier.number)
 
 
 def _note_sweep(folder: Path) -> None:
@@ -290,15 +245,14 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     config = {key: value for key, value in plain(cfg).items() if key != "hydra"}
     about: dict[str, Any] = {"key": identity(cfg), "name": run_name(cfg, gpus), "config": config}
     try:
-        spec = experiment(cfg, gpus, seed)
+        spec = plan.possible(cfg, gpus, seed)
         if place and (reason := tally.beyond_limit(cfg)):
             raise UnsupportedHere(reason)
-        plan.check_here(spec, cfg, gpus)
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)
         return results.result(status=plan.refusal(error), reason=str(error), **about)
     surroundings = environment.host() | _gpus("gpus_before", spec)
-    surroundings["variables"] = surroundings["variables"] | _variables(spec)
+    surroundings["variables"] = surroundings["variables"] | spec.launch.variables
     if spec.device == "cuda":
         surroundings["topology"] = environment.topology()
     about |= {"experiment": spec.plain(), "environment": surroundings}
@@ -347,7 +301,7 @@ def world_of(spec: Experiment) -> WorldSpec:
     launch, place = spec.launch, joined()
     gpus = environment.gpu_count() if spec.device == "cuda" else 0
     agents = place.agents(spec.world_size, gpus) if place else 1
-    about = launch.nodes, agents, launch.start_timeout_s, launch.share_gpu, tuple(sorted(_variables(spec).items()))
+    about = launch.nodes, agents, launch.start_timeout_s, launch.share_gpu, tuple(sorted(spec.launch.variables.items()))
     return WorldSpec(spec.world_size, spec.device, *about)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 
 from runner import app, environment, plan
 from runner.config import folders, overrides, place, resolve
-from runner.config.values import CannotWrite, InvalidConfig
+from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, shown
 from runner.launch.parents import Head, follow
 from runner.output import reader, results, summary
 
@@ -45,9 +45,9 @@ def command(arguments: Sequence[str], multirun: bool) -> Iterator[tuple[TaskFunc
         where = cfg.output
         if not where:
             raise InvalidConfig("output=: must be a folder; give output=DIR, or leave it out for output=outputs")
-        folders.require_writable(Path(where))
         if not multirun:
-            plan.check(cfg)
+            with suppress(UnsupportedHere):  # which is recorded
+                plan.possible(cfg, resolve.usable_gpus(cfg), folders.fresh_seed())
             folder = folders.create(Path(where, "runs"), folders.now())
             run_dir = folders.quoted(f"{folder}/${{run_name:}}")
             yield app.execute, [f"hydra.run.dir={run_dir}", *arguments]
@@ -65,7 +65,7 @@ def command(arguments: Sequence[str], multirun: bool) -> Iterator[tuple[TaskFunc
     except OSError as error:
         if isinstance(error, (CannotWrite, HydraException)):
             raise
-        raise CannotWrite(results.cannot_write(error.filename or where, error)) from None
+        raise CannotWrite(results.cannot_write(shown(str(error.filename or where)), error)) from None
     if app.tally.error is not None:
         raise app.tally.error
 

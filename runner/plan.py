@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -31,6 +30,14 @@ TO_DO = "to do"
 SKIPPED = ("invalid", "unsupported")  # statuses of runs that were not started
 
 
+def possible(cfg: DictConfig, gpus: int, seed: int) -> Experiment:
+    """The experiment of a configuration. Raises InvalidConfig for a broken rule or what this machine cannot hold,
+    UnsupportedHere for what it or its packages cannot do."""
+    spec = experiment(cfg, gpus, seed)
+    check_here(spec, cfg, gpus)
+    return spec
+
+
 def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:
     """Raises InvalidConfig for what this machine cannot hold, UnsupportedHere for what it or its packages cannot do."""
     gpu_memory = environment.gpu_memory_bytes() if gpus else None
@@ -43,13 +50,6 @@ def check_here(spec: Experiment, cfg: DictConfig, gpus: int) -> None:
     if spec.model is not None:
         way_out = "check.enabled=false, fewer layers or a shorter seq_len"
         duration.check_cpu(spec, duration.run_s(spec)[0], way_out)
-
-
-def check(cfg: DictConfig) -> None:
-    """Raises InvalidConfig for a run that breaks a rule; one that cannot be done here is recorded as such."""
-    gpus = usable_gpus(cfg)
-    with suppress(UnsupportedHere):
-        check_here(experiment(cfg, gpus, folders.fresh_seed()), cfg, gpus)
 
 
 def refusal(error: InvalidConfig | UnsupportedHere) -> str:
@@ -133,7 +133,8 @@ def show(plan: PlannedRuns) -> None:
 
 def swept(jobs: Sequence[Sequence[str]]) -> set[str]:
     """The overrides that not all jobs have."""
-    return {text for job in jobs for text in job if not all(text in other for other in jobs)}
+    texts: list[set[str]] = [set(job) for job in jobs]
+    return {text for job in texts for text in job} - set.intersection(*texts) if texts else set()
 
 
 def dry_run(arguments: Sequence[str], multirun: bool) -> None:
@@ -169,8 +170,7 @@ def made(
 def _planned(run: Planned, cfg: DictConfig, seed: int, worlds: set[str], check_kernels: bool) -> Planned:
     """A run that is to do. Raises InvalidConfig and UnsupportedHere."""
     gpus = usable_gpus(cfg)
-    spec = experiment(cfg, gpus, seed)
-    check_here(spec, cfg, gpus)
+    spec = possible(cfg, gpus, seed)
     if check_kernels:
         from runner.measure import kernels  # with torch
 

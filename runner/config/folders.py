@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from runner.config import overrides
-from runner.config.values import CannotWrite, InvalidConfig, shown
+from runner.config.values import InvalidConfig, shown
 from runner.reading import read_text
 
 PLAN = "multirun.yaml"  # what Hydra writes into a sweep's folder
@@ -112,24 +111,3 @@ def quoted(folder: str | Path) -> str:
     """A folder as a value of Hydra's overrides."""
     text = str(folder).replace("\\", "\\\\").replace("'", "\\'")
     return f"'{text}'"
-
-
-def require_writable(folder: Path) -> None:
-    """Raises CannotWrite when nothing can be written under `folder`."""
-    folder = existing = folder.absolute()
-    try:
-        while not existing.exists() and not existing.is_symlink():
-            existing = existing.parent
-        if existing.is_symlink() and not existing.exists():
-            raise FileNotFoundError(2, f"a link to {existing.readlink()}, which is not there", str(existing))
-        if not existing.is_dir():
-            raise NotADirectoryError(20, "not a folder", str(existing))
-        with tempfile.TemporaryFile(dir=existing) as probe:
-            probe.write(b"\0" * 4096)
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as error:
-        raise CannotWrite(
-            f"output={shown(str(folder))}: cannot write to {shown(str(existing))} ({error.strerror}); give another folder "
-            "with output=DIR"
-        ) from None

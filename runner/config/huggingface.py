@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from attention import masks
-from runner.config.values import InvalidConfig, shown
+from runner.config.values import InvalidConfig
 from runner.models import Config, Kind
 from runner.reading import read_text
 
 NAMES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "mlp": "intermediate_size", "vocabulary": "vocab_size"}
 HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 CONTEXT = 8192  # tokens of a run by default, where the model is for as many
-MOST_MODULES = 1024  # layers, or experts of one: each is built
 MOST_BYTES = 1 << 20  # of a file
 OTHER_TASKS = ("classifier", "summary")  # dropout that a causal LM does not have
 
@@ -37,7 +36,6 @@ def loaded(path: str | None, kind: str | None, sizes: dict[str, Any]) -> str:
         if not isinstance(given, dict):
             raise ValueError("the file has no object")
         changed = json.dumps({key: x for key, x in sizes.items() if x is not None})
-        _check_counts(given | sizes)
         return _read(json.dumps(given), changed, by_type=path is None)
     except ImportError as error:
         raise InvalidConfig(f"model=hf: {error}; pip install 'attention-runner[huggingface]'") from None
@@ -45,15 +43,6 @@ def loaded(path: str | None, kind: str | None, sizes: dict[str, Any]) -> str:
         raise InvalidConfig(f"{what}: {error}") from None
     except Exception as error:  # of a configuration that is wrong, transformers and its models raise any
         raise InvalidConfig(f"{what}: no configuration of a model ({_line(error)})") from None
-
-
-def _check_counts(given: dict[str, Any]) -> None:
-    """Raises InvalidConfig for so many layers or experts that the model would take minutes to build."""
-    for key, x in given.items():
-        if isinstance(x, dict):
-            _check_counts(x)
-        elif re.search("layer|expert", key) and isinstance(x, int) and x > MOST_MODULES:
-            raise InvalidConfig(f"{key}={shown(x)}: must be at most {MOST_MODULES:,}")
 
 
 def config_of(text: str, layers: int | None = None) -> Config:

@@ -39,11 +39,14 @@ WHOLE = {  # numbers by the least that they may be; null is another rule's
     0: ("seed", "seqlens_std", "timing.warmup_runs"),
     1: (
         "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "seq_len", "q_len", "prefix", "chunk", "seqlens_mean", "seqlens_multiple",
-        "timing.timing_runs", "timing.profile_runs", "timing.phase_runs", "timing.layers",
+        "model.layers", "model.hidden", "model.mlp", "model.steps", "timing.timing_runs", "timing.profile_runs", "timing.phase_runs", "timing.layers",
     ),
+    256: ("model.vocabulary",),  # of a text of bytes
 }  # fmt: skip
 ABOVE_ZERO = {  # numbers by the most that they may be
-    **dict.fromkeys(("softcap", "check.max_tflop", "timing.precision", "dtype.error_ratio"), FINITE),
+    **dict.fromkeys(
+        ("softcap", "check.max_tflop", "timing.precision", "dtype.error_ratio", "model.learning_rate"), FINITE
+    ),
     **dict.fromkeys(("launch.timeout_s", "launch.start_timeout_s"), math.inf),
     **dict.fromkeys(("dtype.atol", "dtype.gqa_atol", "dtype.grad_atol"), FINITE),
     # an output of zeros is 1 off
@@ -105,17 +108,14 @@ def series(cfg: DictConfig) -> str:
 def run_name(cfg: DictConfig, gpus: int) -> str:
     """The name of the run's folder: variant, config, way, sizes and the hash. world_size=auto becomes its value with `gpus`
     usable GPUs."""
-    world = cfg.world_size
+    world, model, tokens = cfg.world_size, cfg.model.get("name"), cfg.seq_len
     if world == "auto" and cfg.hardware.name in schema.HARDWARE:
         world = machine.world_size(cfg, gpus)
-    parts = [cfg.attention.get("name", "none")]
-    parts += [cfg.config] if cfg.model.get("name") == NONE else [cfg.model.get("name")]
-    ways = (cfg.attention.get("grouping"), cfg.mask.name, cfg.kernel.name, cfg.transport.name)
-    parts += [way for way in ways if way not in (None, NONE, AUTO)]
-    tokens = cfg.seq_len
     if isinstance(cfg.seqlens, ListConfig) and all(isinstance(n, int) for n in cfg.seqlens):
         tokens = sum(cfg.seqlens)
-    parts += [f"s{tokens}"] if tokens is not None else []
+    parts = [cfg.attention.get("name", NONE), cfg.config if model == NONE else model]
+    ways = (cfg.attention.get("grouping"), cfg.mask.name, cfg.kernel.name, cfg.transport.name)
+    parts += [way for way in (*ways, tokens and f"s{tokens}") if way not in (None, NONE, AUTO)]
     parts += [f"w{world}", cfg.dtype.name, cfg.timing.method, identity(cfg)]
     return re.sub(r"[^A-Za-z0-9_.-]", "-", "_".join(str(p)[:LONGEST_PART] for p in parts))
 
@@ -138,16 +138,13 @@ def _check_values(cfg: DictConfig) -> None:
 
 def _check_names(cfg: DictConfig) -> None:
     one_of("attention", cfg.attention.get("name"), [AUTO, *everything()])
-    for group in ("kernel", "transport", "dtype"):
-        one_of(group, cfg[group].name, groups()[group])
-    for group in ("mask", "tracker"):
+    for group in ("kernel", "transport", "dtype", "mask", "tracker"):
         one_of(group, cfg[group].get("name"), groups()[group])
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)
     one_of("order", cfg.order.partition(":")[0], schema.ORDERS)
-    if cfg.mode is not None:
-        one_of("mode", cfg.mode, (*schema.MODES, *schema.MODEL_MODES))
+    one_of("mode", cfg.mode or schema.MODES[0], (*schema.MODES, *schema.MODEL_MODES))
 
 
 def _check_numbers(cfg: DictConfig) -> None:

@@ -95,6 +95,11 @@ class Launch:
     env: Any = None  # more environment variables of the ranks, {NAME:value,..} or null
     share_gpu: bool = False  # all ranks on the first GPU: correctness is checked, nothing is timed
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that the run sets for its ranks."""
+        return {name: str(value) for name, value in (self.env or {}).items()}
+
 
 @dataclass
 class RunConf:

@@ -82,8 +82,6 @@ def _named_mask(cfg: DictConfig, tokens: int, lengths: tuple[int, ...] | None) -
             )
         return NamedMask("chunked", {"chunk": cfg.chunk})
     if name == NONE:
-        if given:
-            raise InvalidConfig(f"mask.{next(iter(given))}: mask={NONE} has no parameters; give mask=NAME, too")
         return None
     return named(name, given, tokens, lengths)
 
@@ -238,15 +236,12 @@ def _real_lengths(cfg: DictConfig, total: int, seed: int) -> tuple[int, ...]:
 
 def options(cfg: DictConfig, chosen: Variant[Any] | None) -> dict[str, Any]:
     """The options of the variant (None: attention=auto). Raises InvalidConfig for one that it does not have."""
-    found = {k: v for k, v in plain(cfg.attention).items() if k != "name"}
+    options = {k: v for k, v in plain(cfg.attention).items() if k != "name"}
     known = () if chosen is None else chosen.options.names()
-    for option in found:
-        if option not in known:
-            names = ", ".join(known) or "none"
-            raise InvalidConfig(
-                f"attention.{shown(option)}: {cfg.attention.name} has no such option; its options: {names}"
-            )
-    return found
+    if unknown := [option for option in options if option not in known]:
+        names = ", ".join(known) or "none"
+        raise InvalidConfig(f"attention.{unknown[0]}: {cfg.attention.name} has no such option; its options: {names}")
+    return options
 
 
 def mode(cfg: DictConfig, chosen: Variant[Any] | None) -> str:

@@ -16,7 +16,7 @@ from attention.masks.sequences import mask_of
 from attention.variants.registry import AUTO
 from runner.config import huggingface, schema
 from runner.config.experiment import HF, NONE, Experiment, Model
-from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
+from runner.config.values import InvalidConfig, one_of, plain, shown
 from runner.config.variants import settings
 from runner.models import SPARSE, Config
 
@@ -32,21 +32,13 @@ def model(cfg: DictConfig) -> Model | None:
     """The model of a configuration; None for attention alone. Raises InvalidConfig."""
     given = plain(cfg.model)
     name = one_of("model", given.pop("name", None), schema.MODELS)
-    known = () if name == NONE else OPTIONS[1:] + (OF_HF if name == HF else ())
-    for key in given:
-        if key not in known:
-            raise InvalidConfig(f"model.{shown(key)}: model={name} has no such option; its options: {', '.join(known)}")
     if name == NONE:
         return None
-    for key in SIZES:
-        if given.get(key) is not None:
-            whole(f"model.{key}", given[key], BYTES if key == "vocabulary" else 1)
-    whole("model.steps", given["steps"])
-    if not isinstance(given["recompute"], bool):
-        raise InvalidConfig(f"model.recompute={shown(given['recompute'])}: must be true or false")
-    if given["learning_rate"] is None:
-        raise InvalidConfig("model.learning_rate=null: must be a number above 0; the default is 0.001")
-    above_zero("model.learning_rate", given["learning_rate"], "the default is 0.001", FINITE)
+    if not isinstance(given["recompute"], bool) or None in (given["steps"], given["learning_rate"]):
+        raise InvalidConfig(
+            f"model.recompute={shown(given['recompute'])} model.steps={given['steps']} model.learning_rate={given['learning_rate']}: "
+            "must be true or false, and two numbers; the defaults are false, 20 and 0.001"
+        )
     own_masks = _own_masks(cfg)
     if name != HF:
         return Model(name=name, own_masks=own_masks, **given)
