@@ -134,7 +134,7 @@ def show(plan: PlannedRuns) -> None:
 def swept(jobs: Sequence[Sequence[str]]) -> set[str]:
     """The overrides that not all jobs have."""
     texts: list[set[str]] = [set(job) for job in jobs]
-    return {text for job in texts for text in job} - set.intersection(*texts) if texts else set()
+    return {text for job in texts for text in job} - texts[0].intersection(*texts) if texts else set()
 
 
 def dry_run(arguments: Sequence[str], multirun: bool) -> None:
