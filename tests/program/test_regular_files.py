@@ -83,16 +83,3 @@ def test_samples_that_no_run_writes_are_refused(tmp_path, changes):
     pq.write_table(pa.table(SAMPLES | changes), path)
     with pytest.raises(ValueError, match=r"samples|finite|cast|Failed to parse"):
         results.read_samples(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [
-        ('{"num_hidden_layers": 10000000}', {}), ('{"text_config": {"n_layer": 10000000}}', {}),
-        ('{"num_local_experts": 10000000}', {}), ("{}", {"layers": 10_000_000}),
-    ],
-)  # fmt: skip
-def test_a_model_of_more_layers_than_can_be_built_is_refused_at_once(tmp_path, text, sizes):
-    (tmp_path / "config.json").write_text(text)
-    with pytest.raises(InvalidConfig, match="=10000000: must be at most 1,024"):
-        loaded(str(tmp_path / "config.json"), None, sizes)

@@ -1,21 +1,30 @@
-"""Runs from Python: `runner.run`, `runner.multirun` and `runner.load`."""
+"""Runs from Python on warm worlds: `runner.run`, `runner.multirun` and `runner.load`, and what a run of each kind records."""
 
 import asyncio
 import os
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
+import pandas as pd
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 
 import runner
+from attention import masks
 from runner import app
+from runner.config.values import UnsupportedHere
+from runner.measure import kernels
+from runner.output import results, summary
+from runner.output.run_tables import read_table
+from tests.support.composing import resolved
 from tests.support.paths import RESULTS
+from tests.support.recorded import unnamed
 
-TINY = ["config=tiny", "seq_len=256", "hardware=cpu", "timing.timing_runs=3", "timing.settle_ms=0", "phases=false"]
+TINY = ["config=tiny", "seq_len=128", "batch=1", "hardware=cpu", "timing.timing_runs=3", "timing.settle_ms=0"]
+QUICK = [*TINY, "phases=false", "baseline=none", "world_size=2"]
 
 
 @pytest.fixture
@@ -37,87 +46,144 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
         before = surroundings()
 
         async def in_a_notebook():
-            return runner.run(["attention=ring", "world_size=2", *TINY])
+            return runner.run(["attention=ring", *QUICK])
 
         result = asyncio.run(in_a_notebook())
         assert surroundings() == before
         assert compose("config", overrides=["config=tiny"]).config == "tiny"
-    assert HydraConfig.instance().cfg is None
     assert (result.status, result.asked.attention, result.correctness.passed) == ("ok", "ring", True)
-    assert result.passes["forward"].n == 3
-    assert result.folder.is_relative_to(here / "outputs") and (result.folder / "samples.parquet").exists()
     assert capsys.readouterr() == ("", "")
-    again = runner.run(["attention=ring", "world_size=2", *TINY])
-    assert again.folder.parent != result.folder.parent, "a later run must not replace an earlier one"
-    assert again.experiment.seed == result.experiment.seed
+    with ThreadPoolExecutor(2) as threads:  # calls of several threads wait for each other
+        again = list(threads.map(lambda seed: runner.run([f"seed={seed}", *QUICK]), (1, 2)))
+    assert [(one.status, one.experiment.seed) for one in again] == [("ok", 1), ("ok", 2)]
+    assert len({result.folder.parent, *(one.folder.parent for one in again)}) == 3  # none replaces another
 
 
-@pytest.mark.slow
-def test_calls_of_several_threads_are_done_one_after_another(here, capsys):
-    with ThreadPoolExecutor(2) as threads:
-        found = list(threads.map(lambda seed: runner.run(["world_size=1", f"seed={seed}", *TINY]), (1, 2)))
-    assert [(result.status, result.experiment.seed) for result in found] == [("ok", 1), ("ok", 2)]
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.slow
-def test_a_sweep_sets_an_option_that_an_experiments_default_lacks(here):
-    given = ["+experiment=dilated", "attention=dilated,ring_dilated", "seq_len=64", "attention.mixing=sum"]
-    found = runner.multirun(given)
-    assert [(r.asked.attention, r.status) for r in found] == [("dilated", "invalid"), ("ring_dilated", "invalid")]
-    assert all("attention.mixing=sum: " in r.reason and "head_groups" in r.reason for r in found)
+def test_a_run_is_checked_timed_and_recorded(here):
+    result = runner.run([*TINY, "world_size=2"])
+    value = result.plain
+    assert set(value) == set(results.FIELDS) and not set(unnamed(value))
+    assert set(value["correctness"]["tensors"]) == {"out", "dq", "dk", "dv"}
+    assert set(value["timing"]["passes"]) == {"forward", "backward", "total"}
+    assert value["baseline"]["speedup"]["total"] > 0 and value["memory"]["by_rank"][1]["peak_resident"] > 0
+    assert len(pd.read_parquet(result.folder / "samples.parquet")) == 2 * 2 * 3  # ranks, passes, samples
+    phases = pd.read_csv(result.folder / "phases.csv")
+    assert {"comp_block", "comm_kv", "wait_kv"} <= set(phases["phase"])
+    assert (result.folder / ".hydra" / "config.yaml").exists() and (result.folder / "run.log").exists()
 
 
 @pytest.mark.slow
 def test_runs_of_a_sweep_are_results_and_load_has_their_rows_and_samples(here):
-    found = runner.multirun(["attention=ring,zigzag", "world_size=2", *TINY, "seq_len=256,510"])
-    assert [(r.asked.attention, r.asked.seq_len, r.status) for r in found] == [
-        ("ring", 256, "ok"), ("ring", 510, "ok"), ("zigzag", 256, "ok"), ("zigzag", 510, "invalid"),
+    sweep = runner.multirun(["attention=ring,zigzag", *QUICK, "seq_len=128,130"])
+    assert [(r.asked.attention, r.asked.seq_len, r.status) for r in sweep] == [
+        ("ring", 128, "ok"), ("ring", 130, "ok"), ("zigzag", 128, "ok"), ("zigzag", 130, "invalid"),
     ]  # fmt: skip
-    assert len({r.folder.parent for r in found}) == 1
-    assert (found[0].folder.parent / "summary.csv").exists()
-    rows = runner.load(found[0].folder.parent)
-    assert sorted(rows.name) == sorted(r.name for r in found)
+    (folder,) = {r.folder.parent for r in sweep}
+    rows = runner.load(folder)
+    assert sorted(rows.name) == sorted(r.name for r in sweep) and (folder / "summary.csv").exists()
     slowest = runner.load(here, samples=True).groupby(["name", "pass", "iteration"]).ms.max()
     medians = slowest.groupby(["name", "pass"]).median()
     for row in rows[rows.status == "ok"].itertuples():
         assert medians[row.name, "forward"] == pytest.approx(row.forward_ms)
 
 
-@pytest.mark.parametrize("which", [runner.run, runner.multirun])
 @pytest.mark.parametrize(
     ("given", "what"),
     [
         (["attention=rong"], "attention=rong.*did you mean ring"),
-        (["seq_len=many"], "seq_len=many"),
+        (["attention=zigzag", *QUICK, "seq_len=255"], "seq_len=255"),
+        (["seq_len=1,2"], "add -m, or call runner.multirun"),
         (["dry_run=true"], "dry_run=true: prints a plan; it is for the command line"),
-        (["+experiment=nothing"], "experiment=nothing"),
+        (["resume=true"], "goes on with a sweep whose folder must be given"),
+        (["output=${oc.env:NOT_THERE}"], "NOT_THERE"),
         ("attention=ring", "give a list"),
     ],
 )
-def test_a_refusal_is_one_line(here, which, given, what):
+def test_a_refusal_is_one_line_and_leaves_nothing(here, given, what):
     with pytest.raises(runner.InvalidConfig, match=what) as refused:
-        which(given)
-    assert "\n" not in str(refused.value)
-    assert not any(here.iterdir())
-
-
-def test_a_value_that_breaks_a_rule_and_a_folder_that_cannot_be_written_are_exceptions(here):
-    with pytest.raises(runner.InvalidConfig, match="seq_len=255"):
-        runner.run(["attention=zigzag", "world_size=2", *TINY, "seq_len=255"])
-    with pytest.raises(runner.InvalidConfig, match=r"runner\.multirun"):
-        runner.run(["attention=ring,zigzag", *TINY])
-    (here / "file").touch()
-    with pytest.raises(OSError, match="output="):
-        runner.run(["output=file", *TINY])
+        runner.run(given)
+    assert "\n" not in str(refused.value) and not any(here.iterdir())
 
 
 def test_packed_results_are_read_and_other_files_are_named(tmp_path):
     rows = runner.load(RESULTS / "cpu-x2")
-    assert len(rows) >= 3 and (rows.status == "ok").all()
-    assert len(runner.load(RESULTS / "cpu-x2", samples=True)) > len(rows)
+    assert len(runner.load(RESULTS / "cpu-x2", samples=True)) > len(rows) >= 3 and (rows.status == "ok").all()
     (tmp_path / "result.json").write_text("{")
     with pytest.warns(UserWarning, match="is no JSON"):
         assert runner.load(tmp_path).empty
     with pytest.raises(FileNotFoundError):
         runner.load(tmp_path / "nowhere")
+
+
+def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_times(here):
+    unsupported, incorrect = runner.multirun(["kernel=flash2,math", *QUICK, "dtype.rel_l2=1e-9", "mode=forward"])
+    assert unsupported.status == "unsupported"
+    with pytest.raises(UnsupportedHere) as refused:  # as dry_run=true says it before
+        kernels.check(resolved(*QUICK, "kernel=flash2", "mode=forward"))
+    assert str(refused.value) == unsupported.reason and "sdpa_flash" in unsupported.reason
+    assert (incorrect.status, incorrect.passes) == ("incorrect", {}) and "rel L2" in incorrect.reason
+
+
+def test_lengths_beyond_one_that_ran_out_of_memory_are_not_run(here):
+    limit = [
+        "launch.memory_limit_gb=0.1",
+        "until_limit=true",
+        "heads=8",
+        "kv_heads=8",
+        "mode=forward",
+        "check.enabled=false",
+    ]
+    ok, oom, beyond = runner.multirun([*QUICK, "seq_len=64,65536,131072", *limit])
+    assert (ok.status, oom.status, beyond.status) == ("ok", "oom", "unsupported")
+    assert "(launch.memory_limit_gb=0.1)" in oom.reason
+    assert beyond.reason.startswith("seq_len=131072: not run, as seq_len=65536 ended as oom: rank ")
+
+
+@pytest.mark.parametrize("mode", ["forward", "forward_backward"])
+def test_every_timing_method_runs_on_a_cpu_forward_only_too(here, mode):
+    asked = ["timing=simple,adaptive,profiler", "timing.time_cap_s=0.5", f"mode={mode}", "attention=ring_allgather"]
+    simple, adaptive, profiler = runner.multirun([*QUICK, *asked])
+    passes = {"forward"} if mode == "forward" else {"forward", "backward"}
+    for result in (simple, adaptive, profiler):
+        assert set(result.passes) - {"total"} == passes
+    assert simple.passes["forward"].n == 1
+    names = {"trace_rank0.json.gz", "trace_rank1.json.gz", "kernels.csv"}
+    assert names <= {path.name for path in profiler.folder.iterdir()}
+    times = read_table(profiler.folder / "kernel_times.csv").to_pylist()
+    assert {(r["rank"], r["pass"]) for r in times if r["kind"] == "compute"} == set(product((0, 1), passes))
+    for profile in profiler.plain["profile"]:
+        assert profile["compute_ms"] > 0 and profile["communication_ms"] >= profile["exposed_communication_ms"] >= 0
+
+
+def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(here):
+    asked = ["attention=tree", "attention.reduce=null,fused", "causal=false", "baseline=single"]
+    packed, fused = runner.multirun([*QUICK, *asked])
+    assert packed.experiment.options["reduce"] == "packed" and set(packed.passes) == {"forward"}  # what was taken
+    assert packed.plain["baseline"]["speedup"]["forward"] > 0
+    assert fused.status == "unsupported" and "reduce=packed" in fused.reason
+
+
+def test_auto_records_what_it_chose_and_why(here):
+    result = runner.run(["attention=auto", *QUICK])
+    chosen, experiment = result.plain["chosen"], result.plain["experiment"]
+    assert (experiment["variant"], experiment["options"]) == (chosen["variant"], chosen["options"])
+    assert next(iter(chosen["tried_ms"])) == chosen["variant"] and len(chosen["tried_ms"]) > 4
+    assert chosen["why"].startswith(f"{chosen['variant']}: tried: {chosen['variant']} ")
+    assert chosen["left_out"]["dense"] == "nothing is sharded" and result.correctness.passed
+    assert summary.row(result)["attention"] == "auto"
+
+
+def test_masks_are_checked_timed_beside_dense_attention_and_counted(here):
+    swept = ["mask=chunked,prefix_lm", "attention=ring,balanced", "baseline=dense"]
+    for result in runner.multirun([*QUICK, *swept]):
+        value = result.plain
+        measured, baseline, name = value["metrics"], value["baseline"], value["experiment"]["workload"]["named_mask"]
+        assert value["correctness"]["passed"] and value["correctness"]["timed"]["passed"]
+        assert measured["connections"] == masks.make(name["name"], **name["parameters"]).pairs(128)
+        dense = 128 * 129 // 2 if name["name"] == "chunked" else 128**2
+        assert measured["sparsity_ratio"] == 1 - measured["connections"] / dense and measured["mask_build_ms"] > 0
+        for which, times in value["timing"]["passes"].items():
+            assert baseline["speedup"][which] == pytest.approx(baseline["passes"][which] / times["median"])
+    assert "chunked(chunk=32)" in (result.folder.parent / "summary.md").read_text()
+    nothing = runner.run([*QUICK, "attention=dense", "mask=dca", "mask.window=256", "world_size=1"])
+    assert "mask=dca removes no pair of 128 tokens: attention is dense" in nothing.plain["chosen"]["note"]

@@ -5,14 +5,13 @@ import time
 
 import pytest
 
-from runner import app, environment, plan, sweep
+from runner import app, plan, sweep
 from runner.app import Tally
 from runner.config import overrides
 from runner.config.resolve import identity, run_name
-from runner.config.values import UnsupportedHere
 from runner.launch.processes import cores
-from runner.measure import duration, kernels, metrics
-from runner.output import display, reader, results
+from runner.measure import duration, metrics
+from runner.output import display, results
 from tests.support.composing import configured, resolved
 from tests.support.paths import ROOT
 from tests.support.recorded import measured
@@ -45,9 +44,7 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
         about = ("hardware=cpu", "config=tiny", "world_size=2", variant, length)
         if (variant, length) == ("attention=zigzag", "seq_len=510"):
             assert (run.state, run.flops, run.seconds) == ("invalid", None, 0)
-            assert run.reason.startswith(
-                "seq_len=510: the zigzag layout needs a multiple of 2 * world_size = 4; 512 would"
-            )
+            assert "seq_len=510: the zigzag layout needs a multiple of 2 * world_size = 4; 512 would" in run.reason
         elif kernel == "kernel=flash2":
             assert run.state == "unsupported" and "kernel=flash2: " in run.reason and "sdpa_flash" in run.reason
         else:
@@ -62,24 +59,12 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
     assert "seq_len=510" in said and "invalid" in said and "unsupported" in said  # the rows of the table
 
 
-def test_an_experiments_own_sweep_is_planned(planned):
-    found = planned("+experiment=tiny_variants", "attention=dense,usp")
-    assert [run.state for run in found.runs] == [plan.TO_DO] * 2
-    assert [run.name.split("_")[0] for run in found.runs] == ["dense", "usp"]
-
-
 def test_a_single_run_is_planned_too(planned, capsys):
-    (run,) = planned(multirun=False).runs
+    (run,) = planned("model=decoder_tiny", multirun=False).runs
     assert run.state == plan.TO_DO and "Plan: 1 run: " in capsys.readouterr().out
+    assert run.flops == metrics.flops(resolved(*CPU, "model=decoder_tiny"))["total"]
     (run,) = planned(f"world_size={33 * cores()}", f"seq_len={66 * cores()}", "attention=ring", multirun=False).runs
     assert run.state == "invalid" and "cores, which take at most" in run.reason
-    if not environment.gpu_count():
-        (run,) = planned("hardware=cuda", multirun=False).runs
-        assert run.state == "unsupported" and "this machine has 0; hardware=cpu would work" in run.reason
-    (run,) = planned("mask=chunked", "attention=balanced", "mask.chunk=64", multirun=False).runs
-    assert run.state == plan.TO_DO and run.basis.startswith("FLOPs (")
-    (run,) = planned("model=decoder_tiny", multirun=False).runs
-    assert run.flops == metrics.flops(resolved(*CPU, "model=decoder_tiny"))["total"]
 
 
 @pytest.mark.slow
@@ -97,20 +82,11 @@ def test_a_resumed_sweep_keeps_what_is_ok_with_all_its_rounds(planned, tmp_path)
     assert plan.KEPT not in [run.state for run in planned(*given).runs]
 
 
-STORED = ROOT / "results" / "cpu-x2" / "model_sharded"  # packed
-
-
-@pytest.mark.parametrize("key", [None, "0" * 8])
-def test_stored_runs_are_kept_whatever_their_limits_were_and_an_earlier_version_named_them(planned, tmp_path, key):
-    shutil.copytree(STORED, tmp_path / "sweep")
-    if key is not None:
-        for name, value in reader.packed_results(STORED).items():
-            named = {"key": key, "name": name.replace(value["key"], key)}
-            results.write_result(tmp_path / "sweep" / named["name"], value | named)
-        (tmp_path / "sweep" / "results.parquet").unlink()
+def test_stored_runs_are_kept_whatever_their_limits_were(planned, tmp_path):
+    shutil.copytree(ROOT / "results" / "cpu-x2" / "model_sharded", tmp_path / "sweep")  # packed
     given = ["+experiment=model_sharded", "world_size=1,2,4", "config=default", "seed=null", "resume=true"]
-    found = planned(*given, "launch.timeout_s=900", f"hydra.sweep.dir={tmp_path / 'sweep'}")
-    assert [run.state for run in found.runs] == [plan.KEPT] * 3
+    runs = planned(*given, "launch.timeout_s=900", f"hydra.sweep.dir={tmp_path / 'sweep'}").runs
+    assert [run.state for run in runs] == [plan.KEPT] * 3
 
 
 def test_before_a_sweep_the_plan_is_a_line_that_the_time_limits(tmp_path, monkeypatch, capsys):
@@ -123,16 +99,6 @@ def test_before_a_sweep_the_plan_is_a_line_that_the_time_limits(tmp_path, monkey
     sweep._say_plan(jobs, tmp_path)
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("Plan: 2 runs: ") and second.startswith("Plan: 2 runs; the first 1 of them: ")
-
-
-@pytest.mark.parametrize(
-    ("given", "what"),
-    [(["kernel=xformers"], "kernel=xformers"), (["mask=chunked", "mask.chunk=64", "kernel=flash3"], "kernel=flash3")],
-)
-def test_kernels_that_cannot_are_refused_without_a_world(given, what):
-    with pytest.raises(UnsupportedHere, match=what):
-        kernels.check(resolved(*CPU, "attention=ring", *given))
-    kernels.check(resolved(*CPU, "attention=ring", *given, "kernel=auto"))
 
 
 def test_a_model_that_takes_a_cpu_more_than_minutes_is_refused_with_the_way_out(planned):
