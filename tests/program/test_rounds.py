@@ -94,21 +94,13 @@ def test_samples_are_read_as_they_were_written(tmp_path):
     assert list(table[(table["rank"] == 1) & (table["pass"] == "forward")]["round"]) == [0, 0, 1]
 
 
-def begun(folder, name, samples) -> app.Unfinished:
-    """A run with one round of three, of one sample, and its samples."""
-    value = measured(name)
-    one = {"samples": 1, "median_ms": {"forward": 4.0}}
-    value["timing"]["passes"] = {which: value["timing"]["passes"][which] for which in samples[0]}
-    value["timing"]["rounds"] = {"done": 1, "of": 3, "drift": {}, "by_round": [one]}
-    results.write_result(folder / name, value)
-    results.write_samples(folder / name / "samples.parquet", samples)
-    return app.Unfinished(0, folder / name, value)
-
-
 def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_path, capsys):
-    begun(tmp_path, "ring", [{"forward": [1.0]}])
+    value = measured("ring")
+    one = {"samples": 1, "median_ms": {"forward": 4.0}}
+    value["timing"]["rounds"] = {"done": 1, "of": 3, "drift": {}, "by_round": [one]}
+    results.write_result(tmp_path / "ring", value)
     table = tables.runs_table(report_runs.read([tmp_path])).markdown()
-    assert "rounds" in table and "1 of 3" in table and "without all rounds" in table
+    assert "1 of 3" in table and "without all rounds" in table
     assert pack.main([str(tmp_path)]) == 0
     assert "without all their rounds: ring" in capsys.readouterr().err
 

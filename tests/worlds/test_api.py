@@ -155,14 +155,6 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(here, mode):
         assert profile["compute_ms"] > 0 and profile["communication_ms"] >= profile["exposed_communication_ms"] >= 0
 
 
-def test_a_decode_runs_beside_its_single_device_baseline_and_a_reduction_on_gpus_is_unsupported_without(here):
-    asked = ["attention=tree", "attention.reduce=null,fused", "causal=false", "baseline=single"]
-    packed, fused = runner.multirun([*QUICK, *asked])
-    assert packed.experiment.options["reduce"] == "packed" and set(packed.passes) == {"forward"}  # what was taken
-    assert packed.plain["baseline"]["speedup"]["forward"] > 0
-    assert fused.status == "unsupported" and "reduce=packed" in fused.reason
-
-
 def test_auto_records_what_it_chose_and_why(here):
     result = runner.run(["attention=auto", *QUICK])
     chosen, experiment = result.plain["chosen"], result.plain["experiment"]

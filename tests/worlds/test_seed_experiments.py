@@ -57,11 +57,7 @@ TIMES = ("Correctness passed", "forward", "backward", "total", "tokens/s", "spee
 PROMISED = {
     "a ring": (["attention=ring", *TOKENS, "timing.timing_runs=3", "phases=table"], (*TIMES, "median of 3 samples", "wait_kv")),
     "a single mean": (["attention=ring", "timing=simple", *TOKENS], ("ms is the mean of all calls",)),
-    "a packed ring": (["attention=ring_varlen", *TOKENS], TIMES),
-    "zigzag": (["attention=zigzag", *TOKENS], TIMES),
     "packed sequences": (["attention=llama3", "seqlens=[32,96]", "timing.warmup_runs=2", *TOKENS], TIMES),
-    "groupings on ranks": (["attention=zigzag_llama3", "attention.grouping=packed", *TOKENS], TIMES),
-    "head groups": (["attention=ring_dilated", "attention.mixing=head_groups", *PAIRS], TIMES),
     "dilated tiles": (
         ["attention=balanced", "mask=block_sparse", "mask.pattern=dilated_sparse", "mask.block=16", *TOKENS],
         (*TIMES, "mask block_sparse(pattern=dilated_sparse, block=16)", "fewer than dense"),
