@@ -8,6 +8,7 @@ groups, or of all: what each is, whether it works on this machine, and if not, w
 from __future__ import annotations
 
 import inspect
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -63,7 +64,7 @@ def config() -> Iterator[Cells]:
         configs = [compose("config", overrides=[f"config={name}"]) for name in overrides.groups()["config"]]
 
     def place(cfg: DictConfig) -> tuple[int, int]:
-        return CATEGORIES.index(cfg.category or "default"), (cfg.seq_len or 0) * cfg.batch * cfg.heads
+        return CATEGORIES.index(cfg.category), math.prod(cfg[key] or 0 for key in ("seq_len", "batch", "heads"))
 
     for cfg in sorted(configs, key=place):
         if cfg.seq_len is None:

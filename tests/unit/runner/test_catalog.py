@@ -54,7 +54,7 @@ def test_every_variant_is_configured_as_if_it_were_composed():
     assert catalog.with_variant(composed, "zigzag", {"attention": {"head_parts": 2}}).attention.head_parts == 2
 
 
-@pytest.mark.parametrize("name", [name for name in catalog.LISTS if name != "config"])
+@pytest.mark.parametrize("name", catalog.LISTS)
 def test_every_list_is_printed(name, capsys):
     assert len(rows(capsys, name)) > 1
 
