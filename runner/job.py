@@ -64,7 +64,7 @@ class _Run:
         me.say("prepare")
         made, about = choosing.resolved(me, spec)
         self.work: Workload = choosing.together(me, lambda: workload(spec)(me, made))
-        self.spec = replace(made, options=self.work.resolved())
+        self.spec = replace(made, options=self.work.plan.options.plain())
         if self.spec != spec:
             self.result["experiment"] = self.spec.plain()
         report = self.work.report()
@@ -159,7 +159,7 @@ class _Run:
             self.result["energy"] = energy.measure(timer, layers, fields["tokens"], flops)
 
     def record_phases(self) -> None:
-        if self.spec.phases and self.work.has_phases:
+        if self.spec.phases and not self.spec.is_peer:  # whose phases and bytes are not known
             self.me.say("phases", self.iteration_s)
             self.result |= phases.measure(self.work, duration.phase_runs(self.spec, self.measured_s))
 
@@ -176,7 +176,7 @@ class _Run:
 
     def _memory(self) -> dict[str, Any]:
         """The peak of an iteration and the inputs, by rank, in bytes. On a GPU the peak is of the iterations just timed."""
-        inputs = memory.tensor_bytes(self.work.inputs)
+        inputs = sum(x.nbytes for x in self.work.inputs)
         if self.me.device.type == "cuda":
             mine = memory.of_gpu(self.me.device)
         else:

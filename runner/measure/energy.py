@@ -31,15 +31,18 @@ def measure(timer: Timer, calls: int, tokens: int, flops: int) -> Fields:
         with undisturbed():
             iterations = timer.warm(1, (LEAD_S + WINDOW_S) * 1e3).iterations
         seconds = time.monotonic() - begin
-    nodes, ranks = me.gather(sampled), me.gather((environment.gpu_uuid(me.device), begin, seconds))
+    nodes, gpus = me.gather(sampled), me.gather(environment.gpu_uuid(me.device))
+    if unavailable := [node["unavailable"] for node in nodes if "unavailable" in node]:
+        return {"unavailable": unavailable[0]}
     counters = {
-        gpu: (node["times"], series["energy_mj"]) for node in nodes for gpu, series in node.get("gpus", {}).items()
+        gpu: (node["times"], series["energy_mj"]) for node in nodes if node for gpu, series in node["gpus"].items()
     }
-    if lacking := [gpu for gpu, *_ in ranks if gpu not in counters or None in counters[gpu][1]]:
-        why = f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
-        return {"unavailable": next((node["unavailable"] for node in nodes if "unavailable" in node), why)}
-    watts = [power(*counters[gpu], at) for gpu, at, _ in ranks]
-    return of_window(watts, max(seconds for *_, seconds in ranks), iterations * calls, tokens, flops)
+    if lacking := [gpu for gpu in gpus if gpu not in counters or None in counters[gpu][1]]:
+        return {
+            "unavailable": f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
+        }
+    watts = [power(*counters[gpu], at) for gpu, at in zip(gpus, me.gather(begin), strict=True)]
+    return of_window(watts, max(me.gather(seconds)), iterations * calls, tokens, flops)
 
 
 def power(times: Sequence[float], mj: Sequence[int], begin: float) -> float | None:

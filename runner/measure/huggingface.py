@@ -17,9 +17,6 @@ from runner.config.values import UnsupportedHere
 from runner.models import Batch, Config
 from runner.models.transformer import PROJECTIONS
 
-# of a layer's attention, which its FLOPs depend on
-FACTS = ("heads", "KV heads", "head dim", "value dim", "causal", "window", "softcap", "sinks")
-
 
 class Decoder(nn.Module):
     """The model of `runner.config.huggingface.loaded`, with the attention of `fn`. As `runner.models.Transformer`, from a batch
@@ -91,13 +88,19 @@ class CheckedSplit(Split):
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         c, layer = self.config, getattr(module, "layer_idx", 0)
         kind = c.kind(layer)
-        left = -1 if kind.mask.band is None else kind.mask.band.left
-        as_read = c.heads, c.key_heads, c.head_dim, c.value_dim, True, left, kind.softcap, kind.sinks
-        sizes, mask = (q.shape[2], k.shape[2], q.shape[3], v.shape[3]), (options["causal"], options["window"][0])
-        facts = *sizes, *mask, options.get("softcap"), "sinks" in options
-        for what, fact, expected in zip(FACTS, facts, as_read, strict=True):
-            if fact != expected:
+        facts = {  # which the FLOPs depend on: the layer's, and as the configuration was read
+            "heads": (q.shape[2], c.heads),
+            "KV heads": (k.shape[2], c.key_heads),
+            "head dim": (q.shape[3], c.head_dim),
+            "value dim": (v.shape[3], c.value_dim),
+            "causal": (options["causal"], True),
+            "window": (options["window"][0], -1 if kind.mask.band is None else kind.mask.band.left),
+            "softcap": (options.get("softcap"), kind.softcap),
+            "sinks": ("sinks" in options, kind.sinks),
+        }
+        for what, (fact, read) in facts.items():
+            if fact != read:
                 raise ValueError(
-                    f"layer {layer} attends with {what} {fact}, and its configuration was read as {expected}; take another model"
+                    f"layer {layer} attends with {what} {fact}, and its configuration was read as {read}; take another model"
                 )
         return super().attend(module, q, k, v, **options)

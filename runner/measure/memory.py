@@ -7,7 +7,6 @@ import ctypes
 import gc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -75,7 +74,3 @@ def _status_bytes(key: str) -> int:
     """An entry of this process's status, such as VmRSS or its peak, VmHWM."""
     line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{key}:"))
     return int(line.split()[1]) * 1024
-
-
-def tensor_bytes(tensors: list[Any]) -> int:
-    return sum(x.numel() * x.element_size() for x in tensors)

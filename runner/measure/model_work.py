@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class ModelWork(Workload):
     def restart(self) -> None:
         """Back to the first step, with the parameters of the seed."""
         for name in ("model", "optimizer"):
-            self.__dict__.pop(name, None)  # freed first
+            vars(self).pop(name, None)  # freed first
         torch.manual_seed(self.experiment.seed)
         text, about = self.about.huggingface, (self.config, self.fn, self.about.recompute)
         with torch.device(self.me.device):
@@ -155,7 +155,7 @@ class ModelWork(Workload):
         numbers = sum(p.numel() for p in self.model.parameters())
         fields = {"name": self.about.name, "parameters": numbers, "parameter_bytes": numbers * self.dtype.itemsize}
         fields |= {"matrix_parameters": self.config.matrices, "text": "bytes of Coriolanus"}
-        return {"model": fields | {"loss_curve": self._whole_losses().tolist() if self.losses else []}}
+        return {"model": fields | {"loss_curve": self.losses and self._whole_losses().tolist()}}
 
     def notes(self) -> list[str]:
         notes = []
@@ -169,8 +169,7 @@ class ModelWork(Workload):
 @cache
 def whole_text() -> Tensor:
     """The bytes that models are trained on, int64 `[n]`. Not to be changed."""
-    text = resources.files("runner.measure").joinpath(TEXT).read_bytes()
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return torch.tensor([*Path(__file__).with_name(TEXT).read_bytes()])
 
 
 def excerpts(number: int, batch: int, tokens: int) -> Tensor:

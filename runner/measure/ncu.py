@@ -20,13 +20,13 @@ from runner.launch.processes import search_path
 from runner.measure.statistics import Fields
 
 SECTOR = 32  # bytes
-COUNTERS = {  # our name: ncu's name, and bytes per unit
-    "memory_read_bytes": ("dram__bytes_read.sum", 1),
-    "memory_written_bytes": ("dram__bytes_write.sum", 1),
-    "l2_read_bytes": ("lts__t_sectors_op_read.sum", SECTOR),
-    "l2_written_bytes": ("lts__t_sectors_op_write.sum", SECTOR),
-    "l2_hit_bytes": ("lts__t_sectors_lookup_hit.sum", SECTOR),  # over hits and misses: the hit rate
-    "l2_missed_bytes": ("lts__t_sectors_lookup_miss.sum", SECTOR),
+COUNTERS = {  # ncu's name: ours
+    "dram__bytes_read.sum": "memory_read_bytes",
+    "dram__bytes_write.sum": "memory_written_bytes",
+    "lts__t_sectors_op_read.sum": "l2_read_bytes",
+    "lts__t_sectors_op_write.sum": "l2_written_bytes",
+    "lts__t_sectors_lookup_hit.sum": "l2_hit_bytes",  # over hits and misses: the hit rate
+    "lts__t_sectors_lookup_miss.sum": "l2_missed_bytes",
 }
 PLACES = ("/usr/local/cuda/bin/ncu", "/opt/nvidia/nsight-compute/ncu")
 OPTIONS = "--profile-from-start off --csv --print-units base --metrics"
@@ -40,8 +40,7 @@ def count(spec: Experiment) -> Fields:
     tool = shutil.which("ncu") or next((place for place in PLACES if Path(place).exists()), None)
     if tool is None:
         return {"unavailable": "ncu (NVIDIA Nsight Compute) is not installed"}
-    metrics = ",".join(metric for metric, _ in COUNTERS.values())
-    command = [tool, *OPTIONS.split(), metrics, sys.executable, *PROFILED.split(), json.dumps(spec.plain())]
+    command = [tool, *OPTIONS.split(), ",".join(COUNTERS), sys.executable, *PROFILED.split(), json.dumps(spec.plain())]
     environment = os.environ | {"PYTHONPATH": search_path()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
@@ -57,7 +56,6 @@ def count(spec: Experiment) -> Fields:
 
 def parse(lines: Iterable[str], mode: str) -> dict[str, Fields]:
     """Parses ncu's CSV, one line per kernel and metric; other lines are skipped."""
-    names = {metric: (ours, unit) for ours, (metric, unit) in COUNTERS.items()}
     kernels: dict[str, Fields] = {}
     passes: dict[str, list[Fields]] = {}
     wanted = iter(mode.split("_"))
@@ -68,10 +66,10 @@ def parse(lines: Iterable[str], mode: str) -> dict[str, Fields]:
                 ran = passes[next(wanted)] = []
             elif passes:
                 ran.append(kernel)
-        ours, unit = names[row["Metric Name"]]
-        kernels[row["ID"]][ours] = int(float(row["Metric Value"].replace(",", ""))) * unit
+        unit, number = SECTOR if "sectors" in row["Metric Name"] else 1, float(row["Metric Value"].replace(",", ""))
+        kernels[row["ID"]][COUNTERS[row["Metric Name"]]] = int(number) * unit
     return {
-        which: {name: sum(kernel[name] for kernel in ran) for name in COUNTERS} | {"kernels": ran}
+        which: {name: sum(kernel[name] for kernel in ran) for name in COUNTERS.values()} | {"kernels": ran}
         for which, ran in passes.items()
     }
 

@@ -72,9 +72,8 @@ def events_of(trace: Iterable[Fields], device: str) -> list[Event]:
 
 def _kind(category: str, name: str, device: str) -> str | None:
     if device == "cuda":
-        if category not in ("kernel", "gpu_memcpy", "gpu_memset"):
-            return None
-        return next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), "compute")
+        kind = next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), "compute")
+        return kind if category in ("kernel", "gpu_memcpy", "gpu_memset") else None
     if name.startswith(PASS) and category == "user_annotation":
         return "pass"
     by_prefix = {"comm_": "communication", "comp_": "compute"}

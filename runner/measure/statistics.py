@@ -134,12 +134,6 @@ def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_
     return math.erfc(max(0, abs(score) - 1) / math.sqrt(2 * variance)) < chance
 
 
-def settled(samples: Sequence[float], precision: float, least: int) -> bool:
-    """Whether the median is known to within `precision` of itself with 95% confidence."""
-    interval = median_interval(sorted(samples)) if len(samples) >= least else None
-    return interval is not None and interval[1] - interval[0] <= 2 * precision * median(samples)
-
-
 def dependence(rounds: Rounds) -> float:
     """How many of these samples count as one: 1 where neighbours are independent, more where they resemble each other,
     as with a drift. By the autocorrelation of the signs about the median, on which the median's variance depends, as in
@@ -188,8 +182,13 @@ def slowest(by_rank: Sequence[Samples]) -> Samples:
 
 
 def precise(by_rank: Sequence[Samples], precision: float, least: int) -> bool:
-    """Whether the median of every pass, on the slowest rank, is `settled`."""
-    return all(settled(ms, precision, least) for ms in slowest(by_rank).values())
+    """Whether at least so many samples give the median of every pass, on the slowest rank, to within `precision` of itself with 95%
+    confidence."""
+    for ms in slowest(by_rank).values():
+        interval = median_interval(sorted(ms))
+        if len(ms) < least or interval is None or interval[1] - interval[0] > 2 * precision * median(ms):
+            return False
+    return True
 
 
 def of_ranks(by_rank: Sequence[Samples], empty_ms: float) -> Fields:

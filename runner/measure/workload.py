@@ -39,10 +39,9 @@ class Passes(Protocol):
         """Runs one pass; `backward` belongs to the last `forward`."""
 
 
-def build(experiment: Experiment, group: Any = None) -> ContextParallel:
+def build(experiment: Experiment) -> ContextParallel:
     """A function of the library, or a peer. Raises UnsupportedHere or ValueError as `attention.make` does."""
-    names = ("kernel", "transport", "deterministic", "replay")
-    about = {"group": group} | {name: getattr(experiment, name) for name in names}
+    about = {name: getattr(experiment, name) for name in ("kernel", "transport", "deterministic", "replay")}
     if experiment.is_peer:
         return function.make(experiment.variant, **about, **experiment.options)
     return attention.make(experiment.variant, **about, agreement=experiment.agreement, **experiment.call_options)
@@ -63,8 +62,7 @@ class Workload:
     fn: by default what `build` makes. dtype: of the computation, if it is not the run's. Raises UnsupportedHere if the kernel cannot
     do the call.
 
-    results: the attributes with the last iteration's results. plans: of its attention calls, the first one for the result.
-    has_phases: whether its phases and the bytes that it moves are known."""
+    results: the attributes with the last iteration's results. plans: of its attention calls, the first one for the result."""
 
     results: ClassVar[tuple[str, ...]] = ()
     passes: tuple[str, ...]
@@ -80,7 +78,6 @@ class Workload:
         self.fn = build(experiment) if fn is None else fn
         self.dtype = DTYPES[self.spec.dtype] if dtype is None else dtype
         self.backward = experiment.backward
-        self.has_phases = not experiment.is_peer
         self.prepare()
         self.release()
 
@@ -102,10 +99,6 @@ class Workload:
     @property
     def transport(self) -> Transport:
         return self.plan.transport
-
-    def resolved(self) -> dict[str, Any]:
-        """The experiment's options, with values for the open ones."""
-        return self.plan.options.plain()
 
     def report(self) -> dict[str, Any]:
         """kernel, transport and a note on them, for the result."""

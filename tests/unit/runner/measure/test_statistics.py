@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from runner.measure.statistics import median_interval, quantile, settled, summarize, too_few, trend
+from runner.measure.statistics import median_interval, precise, quantile, summarize, too_few, trend
 
 
 def coverage(n: int, k: int) -> Fraction:
@@ -105,5 +105,5 @@ def test_a_trend_is_rarely_seen_in_noise_also_of_very_many_samples():
         ([7.0] * 5, 1, False),  # no interval
     ],
 )
-def test_settled_when_half_the_interval_is_within_precision(samples, least, expected):
-    assert settled(samples, precision=0.01, least=least) is expected
+def test_a_median_is_precise_when_half_its_interval_is_within_precision(samples, least, expected):
+    assert precise([{"forward": samples}], 0.01, least) is expected
