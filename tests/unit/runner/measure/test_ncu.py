@@ -11,7 +11,7 @@ def lines(*kernels):
     """A kernel's lines as ncu prints them: reads from memory, writes, and sectors read, written, hit and missed in L2."""
     found = ["==PROF== Connected to process 636 (/usr/bin/python3.12)", HEADER]
     for number, (name, *values) in enumerate(kernels):
-        for (metric, _), value in zip(ncu.COUNTERS.values(), values, strict=True):
+        for metric, value in zip(ncu.COUNTERS, values, strict=True):
             found.append(f'"{number}","636","{name}","{metric}","byte","{value:,}"')
     return [*found, "==PROF== Disconnected from process 636"]
 
