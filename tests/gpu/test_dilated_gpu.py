@@ -21,10 +21,9 @@ def cases(name, world=1):
     found = [
         case(name, way, **SIZES, heads=heads, dims=(d, d)) for way in WAYS for heads, d in (((8, 8), 64), ((8, 2), 128))
     ]
-    found += [case(name, way, **SIZES, heads=(8, 4), dims=(64, 64), causal=False) for way in WAYS]
     if world == 1:  # a shorter last segment; two sequences
-        found += [case(name, way, **SIZES | {"tokens": 1000}, heads=(6, 2), dims=(64, 64), batch=2) for way in WAYS]
-        found += [case(name, way, **SIZES, heads=(4, 4), dims=(64, 64), cu_seqlens=[0, 512, 1024]) for way in WAYS]
+        found.append(case(name, WAYS[0], **SIZES | {"tokens": 1000}, heads=(6, 2), dims=(64, 64), batch=2))
+        found.append(case(name, WAYS[1], **SIZES, heads=(4, 4), dims=(64, 64), cu_seqlens=[0, 512, 1024]))
     return found + [case(name, WAYS[1], **SIZES, heads=(8, 8), dims=(64, 64), sinks=True)]
 
 

@@ -31,29 +31,6 @@ def test_a_transfer_follows_the_callers_stream_of_the_queues_device():
         assert bool((target == 1).all())
 
 
-def test_a_wait_holds_up_the_callers_stream_of_the_queues_device():
-    with torch.cuda.device(0):
-        queue = CudaQueue(DEVICE)
-        x = torch.zeros(1 << 20, device=DEVICE)
-        queue.issue(lambda: filled_late(x), [x], "kv", 0).wait()
-        assert bool((x == 1).all())
-
-
-def test_a_handles_event_serves_the_next_once_it_was_waited_for():
-    with torch.cuda.device(0):
-        queue = CudaQueue(DEVICE)
-        x, y = (torch.zeros(1 << 20, device=DEVICE) for _ in range(2))
-        first = queue.issue(lambda: filled_late(x), [x], "kv", 0)
-        first.wait()
-        assert len(queue.spare) == 1
-        second = queue.issue(lambda: filled_late(y), [y], "kv", 1)
-        assert not queue.spare
-        first.wait()  # again: of nothing
-        assert bool((x == 1).all()) and not queue.spare
-        second.wait()
-        assert bool((y == 1).all())
-
-
 def test_what_is_aside_follows_the_callers_stream_and_holds_it_up_in_no_replay():
     queue = CudaQueue(DEVICE)
     x, y = (torch.zeros(1 << 20, device=DEVICE) for _ in range(2))

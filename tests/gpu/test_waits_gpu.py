@@ -100,7 +100,7 @@ def test_a_rank_whose_process_is_gone_ends_the_others_at_once(tmp_path):
     assert status == -signal.SIGABRT
 
 
-@pytest.mark.parametrize("which", ("forward", "captured", "fused"))
+@pytest.mark.parametrize("which", ("captured", "fused"))
 def test_a_rank_that_is_late_is_waited_for(tmp_path, which):
     status, told = ended(tmp_path, which, "late", 60)
     assert status == 0, told

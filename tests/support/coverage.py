@@ -74,7 +74,7 @@ def packs(variant: Variant, world: int, options: Mapping[str, Any]) -> list[tupl
     chunks = options.get("n_groups", world)
     unit = 2 * chunks
     found = [(SHARD * chunks,), (unit, 4 * unit, 2 * unit), (3 * unit, 0, unit)]
-    if "own_first" in variant.options.names():  # many sequences: each shard is gathered in one stretch
+    if "own_first" in variant.options.names() or variant.alias_of:  # many sequences: a shard moves in one stretch
         found.append(tuple(2 * world * n for n in range(1, 10)))
     if variant.name in ANY_LENGTHS:
         found += [(1, 5 * unit - 4, 3), (1,) * unit]

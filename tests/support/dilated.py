@@ -3,11 +3,8 @@ shares no code with the library."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,38 +72,3 @@ def reference(
 
 def _finite(lse: Tensor) -> Tensor:
     return lse.masked_fill(lse == -torch.inf, 0)
-
-
-def drawn(rng: random.Random, world: int, names: Sequence[str]) -> dict[str, Any]:
-    """A random call of one of these variants, as `tests.jobs.dilated` takes it. `ring_dilated` pads what does not divide."""
-    rates = [rng.choice((1, 1, 2, 3, 4)) for _ in range(rng.choice((1, 2, 2, 3, 4)))]
-    unit, kv_heads = math.lcm(*rates), rng.choice((1, 2, 3, 4))
-    heads = kv_heads * rng.choice((1, 2, 3, 4))
-    mixing, weights = rng.choice((("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")))
-    found: dict[str, Any] = {
-        "name": rng.choice(names),
-        "segments": [rate * rng.choice((2, 4, 5, 8, 16)) for rate in rates],
-        "rates": rates,
-        "mixing": mixing if heads >= len(rates) else "longnet",
-        "weights": weights,
-        "heads": (heads, kv_heads),
-        "causal": rng.random() < 0.5,
-        "batch": rng.choice((1, 2)),
-        "tokens": rng.choice((rng.randint(1, 70), world * unit * rng.choice((1, 2, 3, 6)))),
-        "sinks": weights == "joint" and rng.random() < 0.3,
-        "dims": (8, rng.choice((8, 8, 4, 24))),
-        "dtype": rng.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
-        "kernel": rng.choice(("math", "auto")),
-        "pattern_cache": rng.random() < 0.8,
-        "memory_pool": rng.random() < 0.2,
-        "poisoned": rng.random() < 0.5,
-    }
-    if rng.random() < 0.3:
-        found["softcap"] = rng.choice((0.5, 4.0))
-    if rng.random() < 0.3:
-        cu = [0]
-        for _ in range(rng.choice((1, 2, 4))):
-            cu.append(cu[-1] + unit * rng.choice((0, 1, 2, 5, 9)))
-        found |= {"cu_seqlens": [*cu, cu[-1] + rng.randint(1, 30)], "batch": 1}
-        found["tokens"] = found["cu_seqlens"][-1]
-    return found

@@ -33,18 +33,26 @@ def kept(mask: Band, sq: int, sk: int, device: torch.device | str = "cpu") -> Te
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, keep: Tensor, softcap: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    keep: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """q `[B, Sq, H, D]`, k `[B, Sk, Hk, D]`, v `[B, Sk, Hk, Dv]`, keep `[Sq, Sk]` to out `[B, Sq, H, Dv]` and lse
-    `[B, H, Sq]`. A row that keeps no key gives 0 and -inf."""
+    """q `[B, Sq, H, D]`, k `[B, Sk, Hk, D]`, v `[B, Sk, Hk, Dv]`, keep `[Sq, Sk]` or one for each element and head, sinks
+    `[H]` to out `[B, Sq, H, Dv]` and lse `[B, H, Sq]`. A row that keeps no key and has no sink gives 0 and -inf."""
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
     s = torch.einsum("bqhd,bkhd->bhqk", q, k) * scale
     s = (s if softcap is None else softcap * (s / softcap).tanh()).masked_fill(~keep, -torch.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
     lse = s.detach().logsumexp(-1)
     p = (s - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
     total = p.sum(-1, keepdim=True)  # 1, as the lse is detached its gradient counts; or 0
-    return torch.einsum("bhqk,bkhd->bqhd", p / total.masked_fill(total == 0, 1), v), lse
+    return torch.einsum("bhqk,bkhd->bqhd", (p / total.masked_fill(total == 0, 1))[..., : k.shape[1]], v), lse
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, call: Call) -> tuple[Tensor, ...]:

@@ -38,30 +38,6 @@ def documents(lengths: list[int]) -> Pattern:
     return _pattern(starts[-1], starts[-1], rows)
 
 
-def block_dca(tokens: int, band: int = 8, random: int = 4, seed: int = 0) -> Pattern:
-    """Causal, by whole tiles of 128: the last `band` tiles (the diagonal one causal), the first, and `random` more."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for i in range(-(-tokens // 128)):
-        a, b = 128 * i, min(128 * i + 128, tokens)
-        rows.append((a, b, a, b, -UNBOUNDED, 0))
-        rows.append((a, b, max(0, a - 128 * (band - 1)), a, *FREE))
-        others = np.arange(1, i - band + 1)
-        chosen = rng.choice(others, min(random, len(others)), replace=False)
-        rows += [(a, b, 128 * j, 128 * j + 128, *FREE) for j in [*([0] if i >= band else []), *sorted(chosen)]]
-    return _pattern(tokens, tokens, rows)
-
-
-def block_sparse(tokens: int) -> Pattern:
-    """Whole tiles of 128, not causal: four around the diagonal, and every fourth."""
-    n = tokens // 128
-    rows = []
-    for i in range(n):
-        columns = sorted({j for j in range(n) if abs(i - j) <= 2 or (i - j) % 4 == 0})
-        rows += [(128 * i, 128 * i + 128, 128 * j, 128 * j + 128, *FREE) for j in columns]
-    return _pattern(tokens, tokens, rows)
-
-
 def prefix_documents(lengths: list[int], prefix: int) -> Pattern:
     rows = []
     start = 0
@@ -81,8 +57,6 @@ PATTERNS = {
     "window_and_global": window_and_global(1000, 200, 64),
     "window_and_global_tile": window_and_global(1024, 256, 128),
     "documents": documents([5, 300, 1, 1, 128, 127, 400, 62]),
-    "block_dca": block_dca(2048, 3, 2),
-    "block_sparse": block_sparse(1024),
     "prefix_documents": prefix_documents([200, 17, 300, 90], 50),
     "global_rows": _pattern(
         640, 640, [(0, 100, 0, 640, *FREE), (100, 640, 0, 100, *FREE), (100, 640, 100, 640, -150, 150)]

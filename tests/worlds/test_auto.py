@@ -69,11 +69,10 @@ def test_candidates_are_those_that_can_do_the_call():
         able((0, 1001))
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("more", [{}, {"cu_seqlens": [0, 100, 512], "tokens": None}, {"backward": False}], ids=str)
-def test_the_fastest_trial_is_taken_on_all_ranks_alike(in_world, more, deterministic):
+@pytest.mark.parametrize("more", [{}, {"cu_seqlens": [0, 100, 512], "tokens": None, "deterministic": True}], ids=str)
+def test_the_fastest_trial_is_taken_on_all_ranks_alike(in_world, more):
     sizes = {"tokens": 512, "heads": 4, "kv_heads": 2, "head_dim": 16, "causal": True} | more
-    first, *others = in_world(trials.auto_by_trial, 2, deterministic=deterministic, **sizes)
+    first, *others = in_world(trials.auto_by_trial, 2, **sizes)
     assert others == [first] and first["random"]
     tried = first["tried_ms"]
     assert len(tried) >= 4 and {*tried, *first["left_out"]} == {*SHORTLIST}
@@ -81,13 +80,7 @@ def test_the_fastest_trial_is_taken_on_all_ranks_alike(in_world, more, determini
     assert next(iter(tried)) == first["variant"] == first["made"]
 
 
-def test_a_variant_that_is_slow_here_is_not_taken(in_world):
-    (choice, _) = in_world(trials.auto_by_trial, 2, slowed="gather", **SHORT)
-    assert VARIANTS[choice["variant"]].executor != "gather"
-
-
-@pytest.mark.parametrize("late", [False, True], ids=["on all ranks", "on one rank alone"])
-@pytest.mark.parametrize("error", trials.ERRORS)
+@pytest.mark.parametrize("error, late", [*((error, False) for error in trials.ERRORS), ("RuntimeError", True)])
 def test_a_trial_that_fails_is_recorded_and_passed_over_on_all_ranks(in_world, error, late):
     sizes = SHORT | {"backward": not late}
     choice, other = in_world(trials.auto_by_trial, 2, broken=["gather"], error=error, late=late, **sizes)
@@ -98,25 +91,17 @@ def test_a_trial_that_fails_is_recorded_and_passed_over_on_all_ranks(in_world, e
     assert {*choice["tried_ms"]} == able((0, 128), 2) - failed
 
 
-def test_where_every_trial_fails_all_reasons_are_given(in_world):
-    broken = sorted({v.executor for v in VARIANTS.values()})
-    with pytest.raises(Exception, match=r"no candidate runs: ulysses: broken here; zigzag_llama3: broken here"):
-        in_world(trials.auto_by_trial, 2, broken=broken, **SHORT)
-
-
 CASES = [
-    {"tokens": 96, "heads": 8, "kv_heads": 2, "head_dim": 16, "causal": True},
     {"tokens": 96, "heads": 8, "kv_heads": 2, "head_dim": 16, "causal": False},
     {"tokens": 96, "heads": 8, "kv_heads": 8, "head_dim": 16, "causal": True, "window": [10, 0]},
     {"tokens": 96, "heads": 8, "kv_heads": 2, "head_dim": 16, "causal": True, "packs": [0, 13, 96]},
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_choice_runs_and_matches_fp64(in_world, world):
+def test_the_choice_runs_and_matches_fp64(in_world):
     for case in CASES:
         size = {"cu_seqlens": case["packs"]} if "packs" in case else {"tokens": case["tokens"], "batch": 2}
         options = {key: case[key] for key in ("heads", "kv_heads", "head_dim", "causal", "window") if key in case}
-        (numbers,) = in_world(numerics.compare, world, name="auto", options=size | options, cases=[case])
+        (numbers,) = in_world(numerics.compare, 2, name="auto", options=size | options, cases=[case])
         assert numbers["errors"][0] < 1e-6, numbers
         assert max(numbers["errors"][1:]) < 1e-5, numbers

@@ -1,7 +1,5 @@
 """Dilated attention against its dense definition, alone and in worlds; its counts, refusals and switches."""
 
-import random
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ from attention.variants.registry import MIXTURES
 from runner.costs import dry_run
 from tests.gate import plants
 from tests.jobs import dilated
-from tests.support.dilated import drawn, pairs_of_head, seen
+from tests.support.dilated import pairs_of_head, seen
 
 SEGMENTS, RATES = [8, 16, 32], [1, 2, 4]
 WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
@@ -42,39 +40,16 @@ def assert_right(cases, found, limit=EXACT):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
 def test_dilated_is_its_definition_forward_and_backward(name, way):
-    cases = [case(name, way, causal=causal, heads=heads) for causal in (True, False) for heads in ((4, 4), (8, 2))]
-    cases += [
-        case(name, way, heads=(6, 2), tokens=tokens, batch=2) for tokens in (23, 40)
-    ]  # the last segment is shorter
-    cases += [case(name, way, heads=(5, 1), tokens=11, causal=False), case(name, way, heads=(3, 3), tokens=2)]
+    cases = [case(name, way, heads=(8, 2), sinks=way[1] == "joint", softcap=2.0, dims=(8, 4))]
+    cases += [case(name, way, heads=(6, 2), tokens=23, batch=2, causal=False)]  # the last segment is shorter
+    cases += [case(name, way, heads=(3, 3), tokens=2)]
     cases += [case(name, way, segments=[12, 12], rates=[3, 4], tokens=48, heads=(8, 4))]  # no pair has all tokens
     cases += [case(name, way, cu_seqlens=[0, 16, 24, 60, 64], tokens=64, heads=(4, 2))]
+    cases += [case(name, way, pattern_cache=False, memory_pool=True)]
     assert_right(cases, dilated.compare(None, cases))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_sinks_softcap_and_value_heads_of_another_size_go_through(name):
-    cases = [
-        case(name, WAYS[0], sinks=True, softcap=2.0, dims=(8, 4)),
-        case(name, sinks=True, softcap=2.0, dims=(8, 4)),
-    ]
-    cases += [case(name, WAYS[2], softcap=2.0, dims=(8, 4))]
-    assert_right(cases, dilated.compare(None, cases))
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype, limit", [("fp32", 3e-6), ("bf16", 2e-2)])
-def test_a_fast_kernel_gives_the_same_numbers(name, dtype, limit):
-    cases = [case(name, way, kernel="auto", dtype=dtype, tokens=72, batch=2) for way in WAYS]
-    assert_right(cases, dilated.compare(None, cases), limit)
-
-
-@pytest.mark.parametrize("name", sorted(MIXTURES))
-def test_the_switches_change_no_number(name):
-    switches = {"pattern_cache": False, "memory_pool": True}
-    cases = [case(name, way, dtype=dtype, **switches) for way in WAYS for dtype in ("fp64", "bf16")]
-    for each, errors in zip(cases, dilated.compare(None, cases), strict=True):
-        assert max(errors.values()) < (EXACT if each["dtype"] == "fp64" else 2e-2), (each, errors)
+    for dtype, limit in (("fp32", 3e-6), ("bf16", 2e-2)):
+        fast = [case(name, way, kernel="auto", dtype=dtype, tokens=72, batch=2, memory_pool=True)]
+        assert_right(fast, dilated.compare(None, fast), limit)
 
 
 @pytest.mark.parametrize("on", [False, True])
@@ -87,25 +62,11 @@ def test_pattern_cache_keeps_the_plans_of_components(on):
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ring_dilated_is_its_definition_in_worlds(in_world, world):
-    cases = [case("ring_dilated", way, causal=c) for way in WAYS for c in (True, False)]  # within ranks and across
-    cases += [case("ring_dilated", way, tokens=64, segments=[8, 64], rates=[2, 4], heads=(6, 2)) for way in WAYS]
-    cases += [case("ring_dilated", way, tokens=59, causal=c) for way in WAYS[:2] for c in (True, False)]  # padded
-    cases += [case("ring_dilated", cu_seqlens=[0, 16, 24, 44, 64], heads=(8, 2))]
-    cases += [case("ring_dilated", sinks=True, softcap=3.0, dims=(8, 4))]
-    cases += [case(name, way) for name in NAMES for way in WAYS[:2]]
+    cases = [case("ring_dilated", way, tokens=64, segments=[8, 64], rates=[2, 4], heads=(6, 2)) for way in WAYS]
+    cases += [case("ring_dilated", way, tokens=59, causal=False) for way in WAYS[:2]]  # padded, within ranks and across
+    cases += [case("ring_dilated", cu_seqlens=[0, 16, 24, 44, 64], heads=(8, 2), sinks=True, softcap=3.0, dims=(8, 4))]
+    cases += [case(name) for name in NAMES]
     assert_right(cases, in_world(dilated.compare, world, cases=cases))
-
-
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_random_calls_are_their_definition(in_world, pytestconfig, world):
-    """As many as `--fuzz` asks for: at its default 12 in each world, half of them with uninitialised memory filled with NaN."""
-    options = pytestconfig.option
-    rng = random.Random(f"{options.fuzz_seed}/{world}")
-    names = sorted(MIXTURES) if world == 1 else ["ring_dilated"]
-    cases = [drawn(rng, world, names) for _ in range(max(1, options.fuzz * 3 // 50))]
-    found = dilated.compare(None, cases) if world == 1 else in_world(dilated.compare, world, cases=cases)
-    for each, errors in zip(cases, found, strict=True):
-        assert max(errors.values()) < LIMITS[each["dtype"]], (f"--fuzz-seed {options.fuzz_seed}", each, errors)
 
 
 @pytest.mark.parametrize("name", ["dilated", "ring_dilated"])
@@ -120,7 +81,7 @@ def test_dropped_sinks_and_softcaps_are_found(name):
 @pytest.mark.parametrize("transport", ["gloo", "symm"])
 def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence(in_world, transport):
     options = {"segments": [16, 64], "rates": [1, 4], "mixing": "longnet"}
-    sizes = [96, 192, 384]  # shards of 24, 48, 96 tokens: segments of 64 are shared by ranks
+    sizes = [96, 384]  # shards of 24 and 96 tokens: segments of 64 are shared by ranks
     found = in_world(dilated.received, 4, options=options, sizes=sizes, transport=transport)
     most = 2 * 2 * (16 + 64) * 4 * 8 * 4  # keys and values and their gradients, fp32
     for tokens, by_rank in zip(sizes, found, strict=True):
@@ -134,13 +95,7 @@ def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence(in_w
     assert sum(found[0][1].values()) > 0
 
 
-def test_segments_within_a_rank_bring_no_keys(in_world):
-    found = in_world(dilated.received, 2, options={"segments": [8, 16], "rates": [1, 4]}, sizes=[64], transport="gloo")
-    assert found == [[{}, {}]]
-
-
-@pytest.mark.parametrize("mixing", ["head_groups", "longnet"])
-@pytest.mark.parametrize("mask", [CAUSAL, FULL])
+@pytest.mark.parametrize("mixing, mask", [("head_groups", CAUSAL), ("longnet", FULL)])
 def test_pairs_and_flops_are_those_of_the_definition(mixing, mask):
     heads, cu = 6, (0, 24, 64)
     options = {"segments": SEGMENTS, "rates": RATES, "mixing": mixing}
@@ -158,38 +113,17 @@ def test_pairs_and_flops_are_those_of_the_definition(mixing, mask):
         assert all(counts.kernel_bytes(problem, shapes, rank, True) > 0 for rank in range(world))
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (8, 4)])
-def test_components_are_strided_views_of_heads_where_a_stride_gives_them(heads, kv_heads):
-    options = {"segments": [8, 16], "rates": [1, 4], "mixing": "longnet"}
-    problem = MIXTURES["dilated_improved"].problem((0, 64), 1, CAUSAL, options)
-    assert all(len(slices) == 1 for c in problem.schedule.parts(problem, heads, kv_heads) for slices in c.taken)
-
-
-def test_the_default_dilates_and_has_all_tokens_in_long_sequences():
-    fn = attention.make("dilated_improved")
-    assert fn.options.pairs(4096) == ((1024, 1), (2048, 2), (4096, 4))
-    assert fn.options.pairs(65536) == ((2048, 1), (4096, 2), (8192, 4), (65536, 8))
-
-
-def test_what_was_made_of_segments_is_noted():
-    def note(tokens, **given):
-        problem = MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, given)
-        return problem.schedule.note(problem)
-
-    assert note(20, segments=[8, 32], rates=[1, 2]) == "pairs of segment and rate: ((8, 1), (20, 2))"
-    assert note(4096) == "pairs of segment and rate: ((1024, 1), (2048, 2), (4096, 4))"
-    assert note(65536) == "pairs of segment and rate: ((2048, 1), (4096, 2), (8192, 4), (65536, 8))"
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mixing", ["head_groups", "longnet"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_memory_pool_keeps_sums_of_three_pairs_in_bf16(name, mixing, dtype):
-    fn = attention.make(name, segments=SEGMENTS, rates=RATES, mixing=mixing, memory_pool=True)
-    q, k, v = (torch.randn(1, 64, 4, 8, dtype=dtype, requires_grad=True) for _ in range(3))
-    fn(q, k, v).sum().backward()
-    kept = {side for side, _ in fn.plan(q, k, v).derived}
-    assert kept == ({0, 1, 2} if mixing == "longnet" and dtype == torch.bfloat16 else set())
+@pytest.mark.parametrize(
+    "tokens, options, pairs",
+    [
+        (20, {"segments": [8, 32], "rates": [1, 2]}, "((8, 1), (20, 2))"),
+        (4096, {}, "((1024, 1), (2048, 2), (4096, 4))"),
+        (65536, {}, "((2048, 1), (4096, 2), (8192, 4), (65536, 8))"),
+    ],
+)
+def test_what_was_made_of_segments_is_noted(tokens, options, pairs):
+    problem = MIXTURES["dilated"].problem((0, tokens), 1, CAUSAL, options)
+    assert problem.schedule.note(problem) == f"pairs of segment and rate: {pairs}"
 
 
 OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
@@ -199,15 +133,10 @@ OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
     "given, call, message",
     [
         ({"rates": [1, 16], "segments": [8, 8]}, {}, "segments=(8, 8): 8 is no multiple of its rate 16; 16 would work"),
-        ({"rates": [1, 3]}, {}, "segments=(8, 16): 16 is no multiple of its rate 3; 18 would work"),
-        ({"rates": [1]}, {}, "segments=[8, 16], rates=[1]: give lists of one length, or neither"),
-        ({"rates": None}, {}, "segments=[8, 16], rates=None: give lists of one length, or neither"),
         ({"segments": [], "rates": []}, {}, "segments=(), rates=(): give lists of one length, or neither"),
-        ({"segments": [8, 0]}, {}, "segments[1]=0: must be at least 1"),
         ({"segments": 8}, {}, "segments=8: must be a list of whole numbers; give for instance segments=[100,900,24]"),
         ({"memory_pool": 1}, {}, "memory_pool=1: known are False, True"),
         ({"mixing": "sum"}, {}, "mixing=sum: known are head_groups, longnet"),
-        ({"weights": "none"}, {}, "weights=none: known are detached, joint"),
         ({"weights": "detached"}, {}, "weights=detached: mixing=head_groups has no weights; use mixing=longnet, or weights=joint"),
         ({}, {"heads": 1}, "heads=1: mixing=head_groups gives each of 2 segment lengths a group of heads; use at least 2 heads, or mixing=longnet"),
         ({}, {"window": (3, 0)}, "window=(3, 0): NAME has no sliding window; llama3, ring, ring_allgather, stripe, ulysses, usp, zigzag and zigzag_llama3 do"),
@@ -217,7 +146,7 @@ OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
          "sinks: with weights=detached they have no gradient of their own; use weights=joint"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", sorted(MIXTURES))
+@pytest.mark.parametrize("name", ["dilated", "ring_dilated"])
 def test_what_cannot_be_is_refused_in_a_line(name, given, call, message):
     call = dict(call)
     heads = call.pop("heads", 4)
@@ -225,11 +154,6 @@ def test_what_cannot_be_is_refused_in_a_line(name, given, call, message):
     with pytest.raises(ValueError) as error:
         attention.make(name, **(OPTIONS | given))(*(torch.randn(shape) for _ in range(3)), **call)
     assert str(error.value) == message.replace("NAME", name)
-
-
-def test_shards_that_begin_between_selected_tokens_are_refused_with_what_would_work():
-    with pytest.raises(ValueError, match=r"seq_len=36: the packed contiguous layout needs .* = 16; 32 would work"):
-        MIXTURES["ring_dilated"].problem((0, 36), 4, CAUSAL, {"segments": [8, 8], "rates": [1, 4]})
 
 
 def test_a_world_of_one_takes_any_length():

@@ -29,7 +29,7 @@ ALONE = [("grouped", {"n_groups": 4}), ("grouped", {"n_groups": 4, "grouping": "
 
 @pytest.mark.parametrize(
     "world, packs",
-    [(1, 1), (2, 1), (4, 1), pytest.param(8, 1, marks=pytest.mark.slow), (2, 2), (2, 16), (4, 2), (4, 16)],
+    [(1, 1), (4, 1), (2, 16)],
 )
 def test_the_peak_of_a_dry_run_is_what_a_world_holds(pool, world, packs):
     cases = [case for case in PLAIN + WITH_OPTIONS if packs > 1 or case not in FOR_PACKS]

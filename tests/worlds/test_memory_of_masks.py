@@ -1,10 +1,7 @@
 """Memory under a mask grows linearly with the tokens: no tensor has an element for each pair."""
 
 import pytest
-import torch
 
-from runner.check import reference
-from runner.check.reference import Seen
 from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
@@ -30,18 +27,3 @@ def test_memory_of_a_call_grows_linearly(pool, world, names):
         for mask, by_rank in by_mask.items():
             for rank, found in enumerate(by_rank):
                 assert_linear(f"{name} under {mask}, rank {rank}", found)
-
-
-@pytest.mark.slow
-def test_memory_of_the_reference_grows_linearly():
-    """Beside a chunk of scores, whose number is fixed."""
-    for number, mask in enumerate(memory.growing(OF_REFERENCE[0])):
-        found = []
-        for n in OF_REFERENCE:
-            rectangles = torch.tensor(memory.growing(n)[number].rectangles(n))
-            q, k, v, dout = (torch.randn(n, heads, 16) for heads in (2, 1, 1, 2))
-            seen = Seen.band((n,), (n,), rectangles=rectangles)
-            with memory.Live({x.untyped_storage().data_ptr() for x in (q, k, v, dout)}) as live:
-                reference.attend(q, k, v, dout, seen, 0.25, scores=1 << 18)
-            found.append(live.peak)
-        assert_linear(f"the reference under {mask}", found, OF_REFERENCE)

@@ -12,7 +12,6 @@ from tests.support.cases import Case, judge
 
 DOCUMENTS = {"name": "documents", "lengths": [3, 0, 8, 2], "inner": [-1, -1]}
 CALLS = [
-    {"causal": True},
     {"causal": False},
     {"causal": True, "window": (4, 0)},
     {"causal": True, "masks": ({"name": "chunked", "chunk": 5},)},
@@ -23,7 +22,7 @@ CALLS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("world", (1, 2))
 def test_padded_calls_match_fp64_and_padding_gets_nothing(pool, world):
     names = [name for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
     cases = [
@@ -92,9 +91,9 @@ def test_what_cannot_be_padding_is_refused_in_one_line():
         decode(x, x, x, padding=2)
 
 
-@pytest.mark.parametrize("padded", (1e30, torch.inf, torch.nan), ids=str)
-@pytest.mark.parametrize("cu_seqlens", (None, [0, 13], [0, 4, 13]), ids=str)
-@pytest.mark.parametrize("name", ("ring", "zigzag_llama3", "balanced", "ulysses", "dense"))
+@pytest.mark.parametrize("padded", (1e30, torch.nan), ids=str)
+@pytest.mark.parametrize("cu_seqlens", (None, [0, 4, 13]), ids=str)
+@pytest.mark.parametrize("name", ("ring", "zigzag_llama3", "balanced", "ulysses"))
 def test_what_padding_holds_reaches_no_other_token(name, cu_seqlens, padded):
     options = {"mask": masks.causal()} if name == "balanced" else {}
     fn = attention.make(name, kernel="math", **options)

@@ -9,11 +9,10 @@ from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.costs import dry_run
 from tests.jobs import groups, numerics, shared_memory, traffic, training
-from tests.worlds.test_decode import BASE, CASES
 from tests.worlds.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
 
 
-@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("world", (2, 3))
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_variant_matches_fp64(in_world, name, world):
     for chosen in options(name, world) if world == 2 else [{}]:
@@ -24,17 +23,11 @@ def test_variant_matches_fp64(in_world, name, world):
             assert max(backward) < 1e-5, found
 
 
-@pytest.mark.parametrize("world", (2, 4))
-def test_decode_matches_fp64(in_world, world):
-    for found in in_world(numerics.decode, world, name="ring_decode", options={}, cases=CASES, transport="symm"):
-        assert found["error"] < 1e-6, found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
     variant = VARIANTS[name]
-    for world, (causal, window) in itertools.product((3, 4), MASKS):
+    for world, (causal, window) in itertools.product((3,), MASKS):
         if not does(name, {"causal": causal, "window": window}, {}):
             continue
         sizes = {"tokens": 8 * world, "batch": 2, "heads": 12, "kv_heads": 1}
@@ -49,7 +42,7 @@ def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "calls"), [("zigzag", 300), ("ring", 100), ("zigzag_llama3", 100), ("ulysses", 100)])
+@pytest.mark.parametrize(("name", "calls"), [("zigzag", 200), ("zigzag_llama3", 100), ("ulysses", 100)])
 def test_many_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, calls):
     found = in_world(shared_memory.many_calls, 2, name=name, calls=calls, transport="symm")
     assert found["error"] < 1e-5
@@ -61,25 +54,19 @@ def test_two_groups_pull_at_once(in_world):
     assert in_world(groups.two_groups, 4, transport="symm") < 1e-6
 
 
-@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+@pytest.mark.parametrize("name", ("zigzag_llama3", "ulysses"))
 def test_an_exception_in_between_leaves_the_next_call_right(in_world, name):
     assert in_world(shared_memory.after_an_exception, 2, name=name, transport="symm") < 1e-6
 
 
-@pytest.mark.parametrize("before", ("zigzag", "zigzag_llama3", "ring_allgather"))
+@pytest.mark.parametrize("before", ("zigzag", "ring_allgather"))
 def test_a_call_of_another_variant_ends_what_an_exception_left(in_world, before):
     assert in_world(shared_memory.after_an_exception, 2, name="ulysses", before=before, transport="symm") < 1e-6
 
 
-@pytest.mark.parametrize("name", ("zigzag", "zigzag_llama3", "ulysses"))
+@pytest.mark.parametrize("name", ("zigzag", "ulysses"))
 def test_a_group_that_began_under_inference_mode_trains(in_world, name):
     assert in_world(training.trained_after_inference, 2, name=name, transport="symm", timeout_s=60) == 0
-
-
-def test_what_was_pulled_once_holds_again_in_a_small_decode(in_world):
-    for _ in range(3):
-        (found,) = in_world(numerics.decode, 4, name="ring_decode", options={}, cases=[BASE], transport="symm")
-        assert found["error"] < 1e-6
 
 
 def test_memory_that_was_given_back_is_taken_again(in_world):
@@ -107,13 +94,8 @@ def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in
 @pytest.mark.parametrize(
     "name, options, packed, dtype",
     [
-        ("ring", {}, False, "float32"),
-        ("ring", {}, True, "float32"),
         ("ring", {}, True, "bfloat16"),  # own parts lie in the results, as they don't in a dtype that sums are kept in
         ("zigzag", {}, False, "float32"),
-        ("zigzag", {}, False, "bfloat16"),
-        ("zigzag", {}, True, "float32"),
-        ("stripe", {}, False, "float32"),
         ("stripe", {}, False, "bfloat16"),
         ("zigzag_llama3", {"own_first": True, "heads_k_stride": 1}, False, "float32"),
         ("zigzag_llama3", {"own_first": True}, True, "float32"),
@@ -121,7 +103,6 @@ def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in
     ids=str,
 )
 def test_own_keys_apart_give_what_they_give_in_turn(in_world, name, options, packed, dtype):
-    found = in_world(
-        shared_memory.local_kv_apart, 4, name=name, options=options, kernel="math", packed=packed, dtype=dtype
-    )
+    given = {"name": name, "options": options, "kernel": "math", "packed": packed, "dtype": dtype}
+    found = in_world(shared_memory.local_kv_apart, 4, **given)
     assert found < (1e-5 if dtype == "float32" else 1e-2)

@@ -9,14 +9,11 @@ import pytest
 import attention
 from attention import masks
 from attention.geometry.even_shards import PairsBefore
-from attention.geometry.layouts import positions
 from attention.geometry.schedules import Problem
-from attention.geometry.transfers import gather_move
 from attention.variants.balanced import assigned, balance
 from attention.variants.registry import VARIANTS
 from runner.config.rules.attention import real_lengths
 
-WORLDS = (2, 3, 8, 64)
 MOST_RANGES = 4  # of a rank: each is a kernel call or a copy
 
 
@@ -29,29 +26,21 @@ def every_mask(tokens: int) -> list[masks.Mask]:
     return [
         masks.full(),
         masks.causal(),
-        masks.sliding_window(part),
         masks.sliding_window(part, part // 3),
         masks.chunked(3 * part),
-        masks.prefix_lm(2 * part),
         masks.block_causal_documents([5 * part, part, tokens - 6 * part]),
         masks.prefix_lm_documents([5 * part, tokens - 5 * part], [part, 2 * part]),
         masks.shared_prompt(4 * part, [*[3 * part] * 3, tokens - 13 * part]),
-        masks.global_window(part, part // 2, causal=True),
         masks.global_window(part, part // 2),
-        *(
-            masks.block_sparse(p, causal=c)
-            for p in ("local_window", "dilated_sparse", "global_local")
-            for c in (True, False)
-        ),
+        masks.block_sparse("dilated_sparse", causal=True),
         masks.dca(2 * part, part // 2, 256, causal=True),
-        *(masks.documents(real_lengths(tokens, seed)) for seed in range(4)),
+        masks.documents(real_lengths(tokens, 0)),
         masks.documents(real_lengths(tokens, 9), inner=masks.full()),
     ]
 
 
-@pytest.mark.parametrize("each", [1024, 1021])
-@pytest.mark.parametrize("world", WORLDS)
-def test_every_rank_has_as_many_tokens_and_nearly_as_many_pairs(world, each):
+@pytest.mark.parametrize("each, world", [(1024, 8), (1021, 3), (1021, 64)])
+def test_every_rank_has_as_many_tokens_and_nearly_as_many_pairs(each, world):
     tokens = each * world
     for mask in every_mask(tokens):
         shards = assigned(mask, tokens, world)
@@ -73,31 +62,20 @@ def random_pack(seed: int) -> tuple[masks.Mask, int, int]:
     return masks.documents(lengths, inner), tokens, world
 
 
-@pytest.mark.parametrize("first", [0, 100, 200, 700, 3200])
+@pytest.mark.parametrize("first", [0, 3200])
 def test_random_packs_are_even_on_any_number_of_tokens(first):
-    for seed in range(first, first + 100):
+    for seed in range(first, first + 60):
         mask, tokens, world = random_pack(seed)
         problem = problem_of(mask, tokens, world)
         assert balance(problem) <= 1.05 and problem.schedule.note(problem) is None, (seed, tokens, world, mask)
 
 
 def test_pairs_before_a_query_are_those_of_the_matrix():
-    for tokens in (16 * 64, 16 * 61 + 5):
-        for mask in every_mask(tokens):
-            rows = mask.dense(tokens).sum(1).numpy()
-            before = PairsBefore(mask.rectangles(tokens), tokens)
-            assert (before(np.arange(tokens + 1)) == np.append(0, np.cumsum(rows))).all(), mask
-
-
-def test_a_rank_receives_only_keys_that_its_queries_see():
-    tokens, world = 4 * 331, 4
+    tokens = 16 * 61 + 5
     for mask in every_mask(tokens):
-        problem, dense = problem_of(mask, tokens, world), mask.dense(tokens).numpy()
-        for rank, shard in enumerate(assigned(mask, tokens, world)):
-            mine = positions(shard)
-            seen = dense[mine].any(0)
-            seen[mine] = False
-            assert gather_move(problem, rank).route.received_tokens == seen.sum(), mask
+        rows = mask.dense(tokens).sum(1).numpy()
+        before = PairsBefore(mask.rectangles(tokens), tokens)
+        assert (before(np.arange(tokens + 1)) == np.append(0, np.cumsum(rows))).all(), mask
 
 
 def test_where_a_few_queries_have_most_pairs_the_result_says_how_uneven_ranks_are():
@@ -112,14 +90,7 @@ def test_a_million_tokens_for_64_ranks_are_dealt_out_in_a_moment():
     """Aim: 50 ms of an idle core. Ten times as long is allowed here: CPU time on shared cores varies."""
     tokens = 1 << 20
     many = masks.block_sparse("dilated_sparse")  # 573,528 rectangles
-    few_rows = masks.global_window(512, 128)
-    for mask in (
-        masks.documents(real_lengths(tokens, 0)),
-        masks.sliding_window(4096),
-        masks.chunked(8192),
-        many,
-        few_rows,
-    ):
+    for mask in (masks.documents(real_lengths(tokens, 0)), many, masks.global_window(512, 128)):
         mask.rectangles(tokens)  # building it is counted apart
         taken = []
         for _ in range(3):

@@ -2,7 +2,6 @@
 
 import gc
 import random
-import threading
 import weakref
 from itertools import accumulate
 
@@ -36,28 +35,6 @@ def test_what_was_used_last_is_kept_up_to_a_weight():
         squares(n=1)
     squares.cache_clear()
     assert squares.held == squares.misses == len(squares.results) == 0
-
-
-def test_threads_may_ask_for_the_same():
-    @memo(lambda *_: 1, most=3)
-    def double(n):
-        return 2 * n
-
-    wrong = []
-
-    def ask(seed):
-        order = random.Random(seed)
-        for _ in range(2000):
-            n = order.randrange(6)
-            if double(n) != 2 * n:
-                wrong.append(n)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong and double.held == len(double.results) == 3
 
 
 def test_schedules_of_ever_new_packed_batches_are_let_go_of():

@@ -37,15 +37,6 @@ def test_the_flops_of_a_decode_follow_its_shards():
     assert counts.rank_flops(made("ring_decode", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [20 * 1024] * 4
 
 
-def test_keys_that_come_along_are_not_moved_by_kernels():
-    """Of nine sequences others' shards come whole, of eight what is seen; a kernel reads what it sees either way."""
-    for name in ("zigzag_varlen", "zigzag_llama3"):
-        eight, nine = (VARIANTS[name].problem(tuple(8 * i for i in range(n + 1)), 4, CAUSAL) for n in (8, 9))
-        for rank in range(4):
-            few, many = (counts.kernel_bytes(problem, SHAPES, rank, False) for problem in (eight, nine))
-            assert 9 * few == 8 * many
-
-
 def test_a_block_moves_its_inputs_and_outputs_once():
     # 3, 3, 3 and 1 keys of 2 heads, k and v; q and out of one token, 8 heads
     problem = made("tree", 10, 4, FULL, 1)

@@ -64,12 +64,6 @@ def test_causal_cuts_the_right_side_of_every_window():
         assert Band.of(causal=True, window=(left, right)) == Band(left, 0)
 
 
-def test_every_mask_is_one_of_full_causal_and_windowed():
-    for mask in BANDS:
-        assert mask.full + mask.causal + mask.windowed == 1
-    assert FULL.full and CAUSAL.causal and Band(-1, 1).windowed and Band(0, -1).windowed and Band(0, 0).windowed
-
-
 @pytest.mark.parametrize("window", [(-2, 0), (0, -2)])
 def test_a_window_below_minus_one_is_refused(window):
     with pytest.raises(ValueError, match=rf"{re.escape(str(window))}.*-1 \(unbounded\).*window=\[512,0\]"):

@@ -61,7 +61,6 @@ def test_lists_and_intervals_are_those_of_the_matrix(pattern):
 def test_a_pattern_whose_partial_tiles_have_one_band_says_so():
     assert tiles_of(PATTERNS["causal"]).band == (-FAR, 0)
     assert tiles_of(PATTERNS["window_and_global_tile"]).band == (-255, 0)
-    assert tiles_of(PATTERNS["block_dca"]).band == (-FAR, 0)
     assert tiles_of(PATTERNS["documents"]).band is None
 
 

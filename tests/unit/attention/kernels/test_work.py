@@ -19,12 +19,9 @@ CASES = [  # (name, parameters, the most pairs of its tiles for each pair of the
     ("sliding_window", {"left": 100, "right": 60}, 3.5),
     ("documents", {"lengths": DOCUMENTS, "inner": masks.sliding_window(90)}, 3.5),
     ("prefix_lm_documents", {"lengths": DOCUMENTS, "prefixes": [2, 100, 1, 0, 64, 127, 300]}, 3.5),
-    ("shared_prompt", {"prompt": 1000, "answers": [500, 48, 300, 200]}, 3.5),
-    ("global_window", {"window": 128, "global_tokens": 16}, 3.5),
     ("dca", {"window": 256, "global_tokens": 16, "random": 128, "causal": True}, 3.5),
     ("dca", {"window": 256, "global_tokens": 16, "random": 32, "granularity": "tile"}, 7.0),
     ("block_sparse", {"pattern": "dilated_sparse"}, 1.0),
-    ("block_sparse", {"pattern": "global_local", "causal": True}, 3.5),
     ("rectangles", {"parts": [[[0, 700], [100, 900], [-1, -1]], [[700, 2048], [0, 2048], [-1, 0]]]}, 3.5),
 ]
 

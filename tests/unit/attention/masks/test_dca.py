@@ -1,5 +1,6 @@
 """Random keys are drawn among the keys that are not seen otherwise, as many as asked for, and always the same ones."""
 
+import hashlib
 from itertools import product
 
 import numpy as np
@@ -9,14 +10,14 @@ import torch
 from attention import masks
 from attention.masks.dca import chosen_globals, draw
 from attention.masks.learned import global_count, global_positions, learned
+from attention.masks.pattern import Pattern
 from tests.support.mask_definitions import global_window
+from tests.support.patterns import kept
 
 
 def once(mask, S: int) -> np.ndarray:
-    """The mask as a matrix, after a check that no pair is in two rectangles."""
-    dense = mask.dense(S).numpy()
-    assert dense.sum() == mask.pairs(S), f"{mask}: a pair is in two rectangles"
-    return dense
+    """The mask as a matrix, in which no pair is in two rectangles."""
+    return kept(Pattern(S, S, mask.rectangles(S)))
 
 
 def random_part(mask, S: int, rest: np.ndarray) -> np.ndarray:
@@ -53,34 +54,12 @@ def test_random_keys_are_as_many_as_asked_for_or_all_that_are_left(granularity, 
                 assert tile[0].sum() == min(random, unseen.sum())
 
 
-@pytest.mark.parametrize("granularity", ["token", "tile", "block"])
-def test_a_seed_decides_the_draw(granularity):
-    same, again, other = (masks.dca(16, 4, 64, granularity, seed=seed) for seed in (1, 1, 2))
-    assert (same.build(400) == again.build(400)).all()
-    assert not np.array_equal(same.dense(400), other.dense(400))
-
-
-def drawn_one_by_one(candidates: list[int], wanted: int, seed: int) -> list[set[int]]:
-    """The definition of the draw, a number at a time."""
-    source = np.random.PCG64(seed)
-    taken = [min(wanted, n) for n in candidates]
-    goal = [min(m, n - m) for m, n in zip(taken, candidates, strict=True)]
-    found: list[set[int]] = [set() for _ in candidates]
-    while lacking := [h - len(have) for h, have in zip(goal, found, strict=True)]:
-        if not any(lacking):
-            break
-        for n, have, times in zip(candidates, found, lacking, strict=True):
-            have.update([(source.random_raw() >> 32) * n >> 32 for _ in range(times)])
-    return [
-        have if len(have) == m else set(range(n)) - have for have, m, n in zip(found, taken, candidates, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("wanted", [0, 60, 99])
-def test_the_draw_is_as_defined(wanted):
-    candidates = [1000, 7, 0, 90, 100, 61, 120]
-    row, number = draw(np.array(candidates), wanted, seed=5)
-    assert [set(number[row == i].tolist()) for i in range(7)] == drawn_one_by_one(candidates, wanted, 5)
+def test_the_draw_is_the_same_on_every_machine():
+    row, number = draw(np.array([1000, 7, 0, 90, 100]), 60, seed=5)
+    assert np.bincount(row, minlength=5).tolist() == [60, 7, 0, 60, 60]
+    assert len({*zip(row, number, strict=True)}) == len(row)
+    digest = hashlib.sha256((row * 1000 + number).astype("<i8").tobytes()).hexdigest()
+    assert digest.startswith("3ce868880285036a")
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -97,7 +76,7 @@ def test_chosen_global_tokens_see_all_and_are_seen_by_all(S, window, causal):
         chosen_globals(4, (S,)).pairs(S)
 
 
-@pytest.mark.parametrize("S,spread,expected", [(1, 1.0, 1), (100, 1.0, 15), (1000, 1e4, 64)])
+@pytest.mark.parametrize("S, spread, expected", [(1, 1.0, 1), (100, 1.0, 15), (1000, 1e4, 64)])
 def test_the_spread_of_the_hidden_states_decides_how_many_tokens_are_global(S, spread, expected):
     hidden = (
         torch.tensor([-1.0, 1.0]).repeat(S, 8) * spread / (16 / 15) ** 0.5
@@ -108,10 +87,7 @@ def test_the_spread_of_the_hidden_states_decides_how_many_tokens_are_global(S, s
 def test_a_linear_score_chooses_the_global_tokens():
     hidden = torch.randn(2, 200, 16, generator=torch.Generator().manual_seed(0))
     score = torch.nn.Linear(16, 1)
-    for h in (hidden[0], hidden):
-        scores = score(h).detach().reshape(-1, 200).mean(0)
-        best = scores.topk(global_count(h)).indices.tolist()
-        assert global_positions(h, score) == tuple(sorted(best))
+    best = score(hidden).detach().mean(0).flatten().topk(global_count(hidden)).indices.tolist()
+    assert global_positions(hidden, score) == tuple(sorted(best))
     mask = learned(hidden, score, window=32, seed=1, causal=True)
-    assert mask == chosen_globals(32, global_positions(hidden, score), 20, 1, True)
-    assert mask.is_causal(200) and once(mask, 200).any()
+    assert mask == chosen_globals(32, tuple(sorted(best)), 20, 1, True)

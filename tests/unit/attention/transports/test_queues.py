@@ -32,16 +32,6 @@ def test_an_error_of_what_has_no_handle_is_raised_by_the_next(what):
         NEXT[what](queue)
 
 
-def test_an_error_of_what_has_no_handle_is_raised_by_the_next_wait():
-    queue, held = HostQueue(), threading.Event()
-    queue.then(held.wait)
-    queue.then(fail)
-    handle = queue.issue(int, [], "kv", 0)
-    held.set()
-    with pytest.raises(RuntimeError, match="the flag is gone"):
-        handle.wait()
-
-
 def test_a_wait_raises_what_failed_first():
     queue, held = HostQueue(), threading.Event()
     queue.then(held.wait)
