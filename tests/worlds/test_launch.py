@@ -22,10 +22,12 @@ from runner.launch.pool import Pool
 from runner.launch.worlds import World
 from tests.jobs import faults
 
+TWO = WorldSpec(2, "cpu")
+
 
 @pytest.fixture
 def world():
-    world = World(WorldSpec(2, "cpu"))
+    world = World(TWO)
     yield world
     world.close()
 
@@ -37,37 +39,20 @@ def lives(pid):
         return False
 
 
-def alive(pids):
-    return [pid for pid in pids if lives(pid)]
-
-
 def gone(pids, within_s=5.0):
     deadline = time.time() + within_s
-    while time.time() < deadline:
-        if not alive(pids):
-            return True
+    while any(map(lives, pids)):
+        if time.time() > deadline:
+            return False
         time.sleep(0.05)
-    return False
+    return True
 
 
-@pytest.mark.slow
 def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
-    spec = WorldSpec(2, "cpu")
-    first = pool.get(spec).call(faults.pids, {}).result
-    start = time.time()
+    first, start = pool.get(TWO).call(faults.pids, {}).result, time.time()
     for _ in range(5):
-        assert pool.get(spec).call(faults.pids, {}).result == first
+        assert pool.get(TWO).call(faults.pids, {}).result == first
     assert (time.time() - start) / 5 < 0.2
-
-
-@pytest.mark.slow
-def test_fresh_replaces_the_world():
-    with Pool() as pool:
-        first = pool.get(WorldSpec(1, "cpu")).call(faults.pids, {}).result
-        second = pool.get(WorldSpec(1, "cpu"), fresh=True).call(faults.pids, {}).result
-        assert first != second
-        assert gone(first)
-    assert gone(second)
 
 
 def kill_when_working(world, pid, number=signal.SIGKILL):
@@ -89,38 +74,24 @@ def patient(monkeypatch):
     return 15.0
 
 
-@pytest.mark.slow
-def test_an_idle_world_ends_by_itself_at_once(patient):
-    world = World(WorldSpec(2, "cpu"))
-    pids = world.call(faults.pids, {}).result
-    time.sleep(0.2)
-    start = time.time()
+def test_an_idle_world_ends_by_itself_at_once(world, patient):
+    pids, start = world.call(faults.pids, {}).result, time.time()
     world.close()
-    assert time.time() - start < patient
-    assert world.agent.process.returncode == 0
+    assert time.time() - start < patient and world.agent.process.returncode == 0
     assert gone(pids)
 
 
-@pytest.mark.parametrize("after_s", [0.0, 0.5])
-def test_a_world_that_is_still_starting_is_not_waited_for(after_s, patient):
-    world = World(WorldSpec(2, "cpu"))
-    time.sleep(after_s)
-    start = time.time()
-    world.close()
-    assert time.time() - start < patient
-    assert not world.folder.exists()
-
-
-def test_a_command_line_holds_no_value_of_launch_env():
+def test_a_world_that_is_still_starting_is_not_waited_for_and_its_command_line_holds_no_value_of_launch_env(patient):
     world = World(WorldSpec(1, "cpu", env=(("NAME", "hidden"),)))
+    proc = Path(f"/proc/{world.agent.process.pid}")
     try:
-        while not Path(f"/proc/{world.agent.process.pid}/environ").read_bytes():  # until it is executed
+        while not (variables := (proc / "environ").read_bytes()):  # until it is executed
             time.sleep(0.01)
-        line, variables = (
-            Path(f"/proc/{world.agent.process.pid}/{name}").read_bytes() for name in ("cmdline", "environ")
-        )
+        line = (proc / "cmdline").read_bytes()
     finally:
+        start = time.time()
         world.close()
+    assert time.time() - start < patient and not world.folder.exists()
     assert b"hidden" not in line and b"NAME=hidden" in variables
 
 
@@ -135,41 +106,71 @@ def test_a_job_that_ranks_cannot_import_is_refused_before_it_is_sent(pool):
     with pytest.raises(
         ValueError, match=r"job=.*<lambda>: ranks import a job by its name; make it a function of a module"
     ):
-        pool.get(WorldSpec(2, "cpu")).call(lambda me: None, {})
+        pool.get(TWO).call(lambda me: None, {})
 
 
-def test_a_refusal_leaves_the_world_alive(pool):
-    world = pool.get(WorldSpec(2, "cpu"))
+def test_a_refusal_leaves_the_world_alive_and_a_job_longer_than_the_pipe_is_sent(pool):
+    world, value = pool.get(TWO), "x" * 300_000
     outcome = world.call(faults.refuse, {})
     assert (outcome.status, outcome.reason) == ("unsupported", "not here")
     assert all(0 <= time.monotonic() - state["since"] < 600 for state in world.files.states())  # no clock that is set
-    assert world.call(faults.echo, {"value": 3}).result == [3, 3]
+    assert world.call(faults.echo, {"value": value}).result == [value, value]
 
 
-@pytest.mark.slow
-def test_a_raising_rank_is_a_crash_with_rank_phase_and_log(world):
+@pytest.mark.parametrize(
+    ("job", "arguments", "expected", "reason"),
+    [
+        (faults.fail_on, {"rank": 1}, ("crash", 1, "working"), "the disk of this rank fell over"),
+        (faults.stop, {"rank": 1}, ("timeout", 1, "working"), "rank 1 was found stopped (as by SIGSTOP) in phase working"),
+        (faults.finish, {"fault": "1:finish:kill"}, ("crash", 1, "finish"), "rank 1 was killed by SIGKILL"),
+        (faults.hoard, {"gigabytes": 0.5}, ("oom", 0, "working"), ""),
+        pytest.param(
+            faults.meet, {"fault": "1:timing:oom"}, ("oom", 1, "timing"), "", marks=pytest.mark.nightly
+        ),
+    ],
+    ids=["raise", "stop", "kill", "limit", "oom"],
+)  # fmt: skip
+def test_what_happens_to_a_rank_is_an_outcome_and_nothing_is_left(world, job, arguments, expected, reason):
+    pids = world.call(faults.pids, {}).result  # what jobs need is imported
+    outcome = world.call(job, arguments, timeout_s=1.0 if job is faults.stop else 60.0)
+    assert (outcome.status, outcome.rank, outcome.phase) == expected, outcome.reason
+    assert reason in outcome.reason and outcome.begun
+    assert "fell" not in reason or any(reason in line for line in outcome.log_tail)
+    assert gone(pids) and not world.alive and not world.folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("whose", "number", "rank", "reason"),
+    [
+        ("rank", 39, 1, "rank 1 was killed by signal 39"),
+        ("agent", signal.SIGKILL, None, "the agent that had started the ranks was killed by SIGKILL"),
+    ],
+)
+def test_who_was_killed_is_said_with_the_signal(world, whose, number, rank, reason):
     pids = world.call(faults.pids, {}).result
-    outcome = world.call(faults.fail_on, {"rank": 1})
-    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
-    assert "the disk of this rank fell over" in outcome.reason
-    assert any("the disk of this rank fell over" in line for line in outcome.log_tail)
-    assert gone(pids)
-    assert not world.folder.exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("number", "name"), [(signal.SIGKILL, "SIGKILL"), (39, "signal 39")])
-def test_a_killed_rank_is_a_crash_that_names_the_signal(world, number, name):
-    pids = world.call(faults.pids, {}).result
-    kill_when_working(world, pids[1], number)
+    kill_when_working(world, pids[1] if whose == "rank" else world.agent.process.pid, number)
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
-    assert (outcome.status, outcome.rank, outcome.phase) == ("crash", 1, "working")
-    assert f"rank 1 was killed by {name}" in outcome.reason
+    assert (outcome.status, outcome.rank) == ("crash", rank) and reason in outcome.reason and outcome.begun
     assert gone(pids)
 
 
-def test_ranks_are_forked_off_a_process_without_other_threads(world):
+def test_a_hanging_rank_is_a_timeout_with_its_stack_which_may_take_a_while(world, tmp_path):
+    pids, start = world.call(faults.pids, {}).result, time.time()
+    arguments = {"rank": 1, "seconds": 60, "late_s": 0.2, "stack_after_s": 1.0}
+    outcome = world.call(faults.sleep_on, arguments, timeout_s=1.0, log=tmp_path / "log")
+    assert time.time() - start < 15
+    # rank 0 is silent for longer, but its stack says that it waits for another
+    assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", 1, "working")
+    assert "launch.timeout_s=N allows more" in outcome.reason
+    assert any("faults.py" in line for line in outcome.log_tail)
+    log = (tmp_path / "log").read_text()
+    assert "[rank 0] Current thread" in log and "[rank 1] Current thread" in log and " in late" in log
+    assert gone(pids)
+
+
+def test_ranks_are_forked_off_a_process_without_other_threads(pool):
     """What a thread holds at a fork no child can ever get."""
+    world = pool.get(TWO)
     (parent,) = set(world.call(faults.parents, {}).result)
     assert parent == world.agent.process.pid
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
@@ -177,17 +178,16 @@ def test_ranks_are_forked_off_a_process_without_other_threads(world):
 
 @pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
 def test_a_rank_may_start_processes_itself(pool, how):
-    assert pool.get(WorldSpec(2, "cpu")).call(faults.starts_a_process, {"how": how}).result == [7, 7]
+    assert pool.get(TWO).call(faults.starts_a_process, {"how": how}).result == [7, 7]
 
 
-@pytest.mark.slow
 def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
     tmp_path = tmp_path / ("long" * 30)  # a socket's path may have 107 characters
     tmp_path.mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for how in ("closed", "killed", "lost"):
-        world = World(WorldSpec(2, "cpu"))
+    for how in ("killed", "lost"):
+        world = World(TWO)
         pids = [pid for job in (faults.pids, faults.parents) for pid in world.call(job, {}).result]
         assert world.folder.parent == tmp_path
         if how == "killed":
@@ -202,16 +202,7 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
         assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], how
 
 
-@pytest.mark.slow
-def test_a_stopped_rank_is_the_one_that_timed_out(world):
-    world.call(faults.pids, {})  # what jobs need is imported
-    outcome = world.call(faults.stop, {"rank": 1}, timeout_s=1.0)
-    assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", 1, "working")
-    assert "rank 1 was found stopped (as by SIGSTOP) in phase working" in outcome.reason
-    assert not world.alive
-
-
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_program_that_was_stopped_with_its_ranks_gets_its_time_back():
     code = """if True:
         import threading, os, signal, time
@@ -246,32 +237,6 @@ def descendants(pid):
     return children + [one for child in children for one in descendants(child)]
 
 
-@pytest.mark.slow
-def test_a_stack_that_takes_a_while_is_waited_for(world, tmp_path):
-    world.call(faults.pids, {})
-    arguments = {"rank": 1, "seconds": 60, "stack_after_s": 1.0}
-    outcome = world.call(faults.sleep_on, arguments, timeout_s=1.0, log=tmp_path / "log")
-    assert outcome.status == "timeout"
-    said = (tmp_path / "log").read_text()
-    assert "[rank 0] Current thread" in said
-    assert "[rank 1] Current thread" in said and " in late" in said
-
-
-@pytest.mark.slow
-def test_a_hanging_rank_is_a_timeout_with_its_stack(world):
-    pids = world.call(faults.pids, {}).result
-    start = time.time()
-    arguments = {"rank": 1, "seconds": 60, "late_s": 0.2}
-    outcome = world.call(faults.sleep_on, arguments, timeout_s=1.0)
-    assert time.time() - start < 10
-    assert outcome.status == "timeout"
-    assert outcome.phase == "working"
-    assert "launch.timeout_s=N allows more" in outcome.reason
-    assert outcome.rank == 1  # rank 0 is silent for longer, but its stack says that it waits for another
-    assert any("faults.py" in line for line in outcome.log_tail)
-    assert gone(pids)
-
-
 @pytest.mark.parametrize(
     ("frames", "waits"),
     [
@@ -289,7 +254,7 @@ def test_a_stack_says_whether_its_rank_waits_for_others(tmp_path, frames, waits)
     assert WorldFiles(tmp_path, range(1)).in_exchange(0) is waits
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
     """Even where the tracker that unlinks it started only after the processes to kill were listed."""
     listed = []
@@ -300,7 +265,7 @@ def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
         return group if len(listed) > 1 else [pid for pid in group if not processes.is_tracker(pid)]
 
     monkeypatch.setattr(agent, "process_group", first_without_trackers)
-    world = World(WorldSpec(2, "cpu"))
+    world = World(TWO)
     shared = world.call(faults.hold_a_named_semaphore, {}).result
     assert len(shared) == 2 and all(Path(path).exists() for path in shared)
     assert world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
@@ -308,96 +273,38 @@ def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
     assert not [path for path in shared if Path(path).exists()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["kill", "hang"])
-def test_what_happens_in_the_last_phase_is_that_jobs_outcome(world, kind):
-    """Rank 0 replies once all ranks have ended the job."""
-    world.call(faults.pids, {})  # what jobs need is imported
-    outcome = world.call(faults.finish, {"fault": f"1:finish:{kind}"}, timeout_s=1.0)
-    status = "timeout" if kind == "hang" else "crash"
-    assert (outcome.status, outcome.rank, outcome.phase) == (status, 1, "finish"), outcome.reason
-    assert outcome.begun
-
-
-@pytest.mark.slow
-def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one():
-    spec = WorldSpec(2, "cpu")
+def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one_and_fresh_replaces_a_world():
     with Pool() as pool:
-        pids = pool.call(spec, faults.pids, {}).result
+        pids = pool.call(TWO, faults.pids, {}).result
         os.kill(pids[1], signal.SIGKILL)
-        outcome = pool.call(spec, faults.echo, {"value": 1})
-        assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
-
-        assert pool.call(spec, faults.exit_later, {"rank": 1, "seconds": 0.3}).status == "ok"
-        states = pool.get(spec).files.states()
-        while lives(states[1]["pid"]):
+        assert pool.call(TWO, faults.echo, {"value": 1}).result == [1, 1]
+        assert pool.call(TWO, faults.exit_later, {"rank": 1, "seconds": 0.3}).status == "ok"
+        ranks = [state["pid"] for state in pool.get(TWO).files.states()]
+        while lives(ranks[1]):
             time.sleep(0.01)
-        outcome = pool.call(spec, faults.echo, {"value": 1})
-        assert (outcome.status, outcome.result) == ("ok", [1, 1]), outcome.reason
+        assert pool.call(TWO, faults.echo, {"value": 1}).result == [1, 1]
+        before = pool.call(TWO, faults.pids, {}).result
+        after = pool.get(TWO, fresh=True).call(faults.pids, {}).result
+        assert before != after and gone(before)
+    assert gone(after)
 
 
-@pytest.mark.slow
-def test_an_agent_that_was_killed_is_said_to_have_been(world):
-    world.call(faults.pids, {})
-    kill_when_working(world, world.agent.process.pid)
-    outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
-    assert (outcome.status, outcome.rank) == ("crash", None)
-    assert "the agent that had started the ranks was killed by SIGKILL" in outcome.reason
-    assert outcome.begun
-
-
-def test_a_job_longer_than_the_pipe_is_sent(pool):
-    value = "x" * 300_000
-    assert pool.get(WorldSpec(2, "cpu")).call(faults.echo, {"value": value}).result == [value, value]
-
-
-def planted(folder, what):
-    """What somebody may put where a world's lock would be."""
-    folder.mkdir()
-    lock = folder / "owned"
-    if what == "fifo":
-        os.mkfifo(lock)
-    elif what == "link":
-        (folder.parent / "target").write_bytes(BOOT_ID.read_bytes())
-        lock.symlink_to(folder.parent / "target")
-    else:
-        lock.mkdir()
-    return folder
-
-
-@pytest.mark.parametrize("what", ["fifo", "link", "folder"])
+@pytest.mark.parametrize("what", ["fifo", "link", "folder", "linked world"])
 def test_what_others_put_into_the_folder_for_temporary_files_is_let_be(tmp_path, monkeypatch, what):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = planted(tmp_path / "attention-world-x", what)
-    remove_abandoned()  # a pipe would hang it
-    assert folder.exists()
-
-
-def test_a_link_to_a_folder_is_no_world(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    elsewhere = tmp_path / "elsewhere"
+    folder, elsewhere = tmp_path / "attention-world-x", tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "owned").write_bytes(BOOT_ID.read_bytes())
-    (tmp_path / "attention-world-x").symlink_to(elsewhere)
-    remove_abandoned()
-    assert (elsewhere / "owned").exists()
-
-
-@pytest.mark.slow
-def test_memory_over_the_limit_is_oom(world):
-    pids = world.call(faults.pids, {}).result
-    outcome = world.call(faults.hoard, {"gigabytes": 0.5})
-    assert (outcome.status, outcome.phase) == ("oom", "working")
-    assert gone(pids)
-
-
-@pytest.mark.slow
-def test_running_out_of_memory_is_provoked_without_taking_the_machines(world):
-    world.call(faults.pids, {})  # it has started
-    start = time.monotonic()
-    outcome = world.call(faults.meet, {"fault": "1:timing:oom"})
-    assert (outcome.status, outcome.rank, outcome.phase) == ("oom", 1, "timing"), outcome.reason
-    assert time.monotonic() - start < 20
+    if what == "linked world":
+        folder.symlink_to(elsewhere)
+    else:
+        folder.mkdir()
+        lock = folder / "owned"
+        {"fifo": lambda: os.mkfifo(lock), "link": lambda: lock.symlink_to(elsewhere / "owned"), "folder": lock.mkdir}[
+            what
+        ]()
+    remove_abandoned()  # a pipe would hang it
+    assert folder.exists() and (elsewhere / "owned").exists()
 
 
 def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_path, monkeypatch):
@@ -413,7 +320,7 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
     *pids, folder = program.stdout.readline().split()
     assert Path(folder).parent == tmp_path
     pids = [int(pid) for pid in pids]
-    assert len(alive(pids)) == 3
+    assert all(map(lives, pids))
     remove_abandoned()
     assert Path(folder).exists()  # its program lives
     program.kill()
@@ -459,7 +366,7 @@ def listening(pids):
 
 
 def test_a_world_on_one_node_listens_on_the_loopback_only_and_meets_where_its_user_alone_can_read(pool):
-    world = pool.get(WorldSpec(2, "cpu"))
+    world = pool.get(TWO)
     pids = world.call(faults.pids, {}).result
     assert listening(pids) == {"0100007F"}
     assert listening([world.agent.process.pid]) == set()
