@@ -202,41 +202,6 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
         assert [path.name for path in tmp_path.iterdir() if "torchinductor" not in path.name] == [], how
 
 
-@pytest.mark.nightly
-def test_a_program_that_was_stopped_with_its_ranks_gets_its_time_back():
-    code = """if True:
-        import threading, os, signal, time
-        from runner.launch.files import WorldSpec
-        from runner.launch.worlds import World
-        world = World(WorldSpec(2, "cpu"))
-        world.call("tests.jobs.faults:pids", {})
-        print("started", flush=True)
-        outcome = world.call("tests.jobs.faults:sleep_on", {"rank": 1, "seconds": 3.0}, timeout_s=5.0)
-        print(outcome.status, outcome.reason, flush=True)
-        world.close()"""
-    program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert program.stdout.readline() == "started\n"
-        time.sleep(1.0)
-        tree = [program.pid, *descendants(program.pid)]
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in tree:
-                os.kill(pid, number)
-            time.sleep(6.0 if number == signal.SIGSTOP else 0.0)
-        assert program.communicate(timeout=60)[0] == "ok None\n"
-    finally:
-        program.kill()
-
-
-def descendants(pid):
-    """The processes that a process started, and those that they started."""
-    stats = [
-        path.read_text().rpartition(")")[2].split() + [path.parent.name] for path in Path("/proc").glob("[0-9]*/stat")
-    ]
-    children = [int(stat[-1]) for stat in stats if int(stat[1]) == pid]
-    return children + [one for child in children for one in descendants(child)]
-
-
 @pytest.mark.parametrize(
     ("frames", "waits"),
     [
