@@ -107,6 +107,9 @@ def one_of_several(found: place.Place | None, program: Callable[[], int]) -> int
     try:
         status = program()
         return status
+    except InvalidConfig:
+        status = 2  # of the others, too
+        raise
     finally:
         app.pool.close()
         head.end(status)
