@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.report import charts, page
-from runner.report.entries import changed, columns, command, flat, packed
+from runner.report.entries import changed, columns, command, packed
 from runner.report.parts import parts
 from runner.report.runs import Run, read
 from runner.report.table import swept
@@ -22,26 +22,17 @@ def unpacked(data: dict, count: int) -> list:
     return [data["of"][i] for i in data["at"]] if "of" in data else data["each"]
 
 
-@pytest.mark.parametrize("values", [[1, 1, 1], ["a", "b", "a", "a", "b"], [1.5, None, 2], [[1], [1], [2], [1], [2]]])
+@pytest.mark.parametrize("values", [[1, 1, 1], [None, "b", None, None, "b"], [[1.5], None, 2]])
 def test_a_column_is_small_and_loses_nothing(values):
     assert unpacked(json.loads(json.dumps(packed(values))), len(values)) == values
 
 
-def test_a_configuration_is_flat_and_without_nulls():
-    nested = {"attention": {"name": "ring", "options": {"a": None, "b": [1, 2]}}, "causal": True}
-    assert flat(nested) == {"attention.name": "ring", "attention.options.b": "[1, 2]", "causal": "true"}
-
-
 def test_the_command_that_repeats_a_run_has_its_seed_and_not_its_folder(tmp_path):
     value = result("ring", 2)
-    overrides = ["attention=ring", "seqlens=[1, 2]", "output=/tmp/x", "resume=true"]
-    value["environment"] |= {"overrides": overrides, "argv": ["-m", "runner"]}
+    value["environment"]["overrides"] = ["attention=ring", "seqlens=[1, 2]", "output=/tmp/x", "resume=true"]
     value["experiment"]["seed"] = 7
-    (run,) = read([written(tmp_path / "a", value)])
+    (run,) = read([written(tmp_path, value)])
     assert command(run) == "python -m runner attention=ring 'seqlens=[1, 2]' seed=7"
-    value["environment"]["overrides"] = []
-    (run,) = read([written(tmp_path / "b", value)])
-    assert command(run) == "python -m runner"
 
 
 def table(runs: list[Run], out: Path) -> dict[str, list]:
@@ -60,57 +51,47 @@ def test_a_failed_run_shows_the_end_of_its_log_and_links_to_its_files(tmp_path):
     assert shown["reason"] == [None, "rank 1 ended"] and shown["status"] == ["ok", "crash"]
 
 
-def test_the_numbers_of_the_table_are_those_of_the_results():
+def test_the_table_has_the_results_numbers_the_title_what_was_swept_and_details_what_is_no_default():
     runs = read([RESULTS / "h200-x4" / "speed"])
     shown = table(runs, RESULTS)
-    assert shown["total_ms"] == pytest.approx([run.ms("total") for run in runs], rel=1e-4)
-    assert shown["total_low"] == pytest.approx([run.passes["total"].ci95[0] for run in runs], rel=1e-4)
+    assert shown["total_low"] == [charts.short(run.passes["total"].ci95[0]) for run in runs]
     assert shown["peak_bytes"] == [run.result.peak_bytes for run in runs]
-
-
-def test_a_title_is_what_was_swept_and_details_show_what_is_no_default():
-    runs = read([RESULTS / "h200-x4" / "speed"])
     assert swept(runs) == "7 variants; S = 8,192, 32,768, 131,072; kernel flash4, sdpa_cudnn"
     zigzag = next(run for run in runs if run.attention == "zigzag")
     assert changed(zigzag.result.config) == ["kernel.name", "seq_len", "baseline", "output"]
 
 
 def test_json_in_a_script_can_not_end_it():
-    odd = "<!--<script>alert(1)</script> & \"'"
-    text = page.in_script({"a": odd, "b": float("nan")})
-    assert "<" not in text and json.loads(text) == {"a": odd, "b": None}
+    text = page.in_script({"a": "<!--</script>", "b": float("nan")})
+    assert "<" not in text and json.loads(text) == {"a": "<!--</script>", "b": None}
 
 
 def test_the_page_of_a_sweep_never_fails_it(tmp_path, monkeypatch):
     assert page.at_end_of_sweep(tmp_path / "none").startswith("no report.html: ValueError: ")
-    monkeypatch.setattr(charts, "missing", lambda: "no charts and no report.html without jinja2: pip install")
-    assert page.at_end_of_sweep(tmp_path) == "no charts and no report.html without jinja2: pip install"
+    monkeypatch.setattr(charts, "missing", lambda: "no jinja2")
+    assert page.at_end_of_sweep(tmp_path) == "no jinja2"
 
 
 def many(number: int) -> list[Run]:
     """Runs that differ in name, length, time and seed, made from stored ones."""
-    stored = [run for run in read([RESULTS / "h200-x4" / "speed"]) if run.ok]
+    stored = read([RESULTS / "h200-x4" / "speed"])
     runs = []
     for i in range(number):
-        one, length = stored[i % len(stored)].result, 1024 * (1 + i // 21)
+        one = stored[i % 21].result
         passes = {
             which: dataclasses.replace(times, median=times.median * (1 + i / number))
             for which, times in one.passes.items()
         }
-        environment = dataclasses.replace(one.environment, overrides=[f"seq_len={length}"])
-        made = dataclasses.replace(
-            one, name=f"{one.name}_{i}", timing=dataclasses.replace(one.timing, passes=passes), environment=environment,
-            config=one.config | {"seed": i}, folder=Path(f"/none/sweep/{i}"),
-        )  # fmt: skip
-        runs.append(dataclasses.replace(Run.of(made), seq_len=length))
+        timing, config = dataclasses.replace(one.timing, passes=passes), one.config | {"seed": i}
+        folder = Path(f"/none/sweep/{one.name}_{i}")
+        made = dataclasses.replace(one, name=folder.name, timing=timing, config=config, folder=folder)
+        runs.append(dataclasses.replace(Run.of(made), seq_len=1024 * (1 + i // 21)))
     return runs
 
 
 @pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
 def test_a_page_of_many_runs_is_small_and_soon_made(tmp_path):
     """A tenth of 10,000 runs in 10 MB and 30 s, beside 1 MB and some imports that any page has."""
-    runs = many(1000)
     started = time.process_time()
-    path = page.write(tmp_path, parts(runs, tmp_path))
-    assert time.process_time() - started < 6
-    assert path.stat().st_size < 1e6 + 0.9e6
+    path = page.write(tmp_path, parts(many(1000), tmp_path))
+    assert time.process_time() - started < 6 and path.stat().st_size < 1e6 + 0.9e6

@@ -1,6 +1,5 @@
 """The data of the panels of phases: which runs, what a rank's time is spent on, and when."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,10 @@ from runner.report.panels.recorded import (
     OTHER,
     OVERLAPPED,
     RANKS,
-    TRANSFER,
     Recorded,
     chosen,
     coarser,
-    group_of,
     median_iteration,
-    minus,
     spent,
     timeline,
 )
@@ -28,25 +24,11 @@ from runner.report.runs import read
 from tests.support.paths import RESULTS
 from tests.support.recorded import kernel_rows, phase_rows, result, with_kernels, with_phases
 
-needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
+pytestmark = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
 
 
 def recorded(rows: list[dict], kernels: list[dict] = ()) -> Recorded:
     return Recorded("ring", None, median_iteration(rows), list(kernels))
-
-
-@pytest.mark.parametrize(
-    ("phase", "group"),
-    [
-        ("comp_block", COMPUTE),
-        ("comp_merge", MERGE),
-        ("wait_kv", EXPOSED),
-        ("wait_room_kv", RANKS),
-        ("comm_kv", TRANSFER),
-    ],
-)
-def test_each_phase_has_a_group(phase, group):
-    assert group_of(phase) == group
 
 
 def test_a_ranks_groups_add_up_to_the_iteration_of_the_slowest():
@@ -61,7 +43,6 @@ def test_a_ranks_groups_add_up_to_the_iteration_of_the_slowest():
 def test_of_many_ranks_some_at_equal_distances_are_shown():
     ranks = recorded(phase_rows(world=64, iterations=1)).ranks
     assert len(ranks) == 8 and ranks[0] == 0 and ranks[-1] == 63
-    assert recorded(phase_rows(world=3, iterations=1)).ranks == [0, 1, 2]
 
 
 def bars(rows: list[dict], group: str) -> list[tuple]:
@@ -93,45 +74,37 @@ def test_short_bars_are_drawn_with_their_neighbours_as_what_takes_most_of_their_
     assert bars(coarser(rows, 1), EXPOSED) == [("rank 0", 10, 10.8)]
 
 
-def test_minus_keeps_what_lies_outside():
-    assert minus((0, 10), [(8, 12), (2, 3), (2.5, 4)]) == [(0, 2), (4, 8)]
-    assert minus((0, 10), [(-1, 11)]) == [] and minus((0, 10), []) == [(0, 10)]
-
-
-def drawn(name: str, folder: Path) -> list:
-    return [panel for panel in panels(read([folder])) if panel.name == name]
-
-
 def test_the_fastest_runs_of_the_largest_size_of_several_variants_are_shown(tmp_path):
-    for name, ms in (("ring", 3.0), ("zigzag", 2.0), ("ulysses", 2.5)):
-        for length in (8192, 16384):
-            with_phases(tmp_path, result(name, ms, seq_len=length, world_size=2))
-    with_phases(tmp_path, result("ring", 9.0, seq_len=32768, world_size=2))  # alone
+    for name, ms, length in (
+        ("ring", 3, 8192),
+        ("zigzag", 2, 8192),
+        ("ring", 3, 16384),
+        ("zigzag", 2, 16384),
+        ("ring", 9, 32768),
+    ):
+        with_phases(tmp_path, result(name, ms, seq_len=length, world_size=2))
     with_phases(tmp_path, result("ring", 2.2, seq_len=16384, world_size=2, options={"again": True}))
     runs, rule = chosen(read([tmp_path]), "total")
-    assert [run.run.attention for run in runs] == ["zigzag", "ring", "ulysses"]
+    assert [(run.run.attention, run.run.options) for run in runs] == [("zigzag", {}), ("ring", {"again": True})]
     assert rule == "The fastest run of each variant, at most 4 at S = 16,384."
-    for panel in panels(read([tmp_path])):
-        assert len(json.dumps(panel.spec)) < 50_000
 
 
-@needs_charts
+def lanes(folder: Path) -> set[str]:
+    """Those of the timeline; none without one."""
+    charts = [panel.spec["data"]["values"] for panel in panels(read([folder])) if panel.name == "timeline"]
+    return {row["lane"] for rows in charts for row in rows if "lane" in row}
+
+
 def test_results_without_starts_have_bars_and_no_timeline(tmp_path):
     with_phases(tmp_path, result("ring", 2.0, world_size=2), starts=False)
-    for folder in (tmp_path, RESULTS / "h200-x4" / "variants"):
-        assert drawn("timeline", folder) == [] and len(drawn("phases", folder)) == 1
+    assert not lanes(tmp_path) and not lanes(RESULTS / "h200-x4" / "variants")
+    assert "phases" in [panel.name for panel in panels(read([tmp_path]))]
 
 
-@needs_charts
 def test_the_timeline_has_a_lane_of_kernels_below_the_phases_or_alone(tmp_path):
     value = result("ring", 2.0, world_size=2)
-    [panel] = drawn("timeline", with_kernels(tmp_path / "alone", value))
-    lanes = {row["lane"] for row in panel.spec["data"]["values"] if "lane" in row}
-    assert lanes == {"rank 0 kernels", "rank 1 kernels"}
-    assert "within 1 ms" in panel.note and "4 shortest kernels are left out" in panel.note
+    assert lanes(with_kernels(tmp_path / "alone", value)) == {"rank 0 kernels", "rank 1 kernels"}
     both = with_phases(tmp_path / "both", result("ring", 2.0, world_size=2))
     phases = {"forward": {"exposed_communication_ms": 0.125}}
     with_kernels(both, value | {"phases": phases, "name": next(both.iterdir()).name})
-    [panel] = drawn("timeline", both)
-    lanes = {row["lane"] for row in panel.spec["data"]["values"] if "lane" in row}
-    assert lanes == {f"rank {rank}{kind}" for rank in (0, 1) for kind in ("", " kernels", " transfer")}
+    assert lanes(both) == {f"rank {rank}{kind}" for rank in (0, 1) for kind in ("", " kernels", " transfer")}
