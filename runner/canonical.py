@@ -121,9 +121,9 @@ def _main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     least = CLOSING_S + LEAST_S * len(options.only) + 1
     if not options.budget_s >= least:
-        asked = f"{len(options.only)} questions need" if len(options.only) > 1 else "a question needs"
         raise ValueError(
-            f"--budget-s {options.budget_s:g}: {asked} at least {least:g} s; give more, or some questions with --only"
+            f"--budget-s {options.budget_s:g}: too little for {', '.join(options.only)}: at least {least:g} s; give more, or fewer "
+            "questions with --only"
         )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
         raise ValueError(f"--out {options.out}: is not empty; give a new folder")
@@ -146,18 +146,17 @@ def _main(arguments: list[str]) -> int:
 
 
 def show(answers: Sequence[Mapping[str, Any]]) -> None:
-    table = terminal.new_table("Answers")
-    for title in ("question", "S", "pass", "fastest", "ms", "even with it, or why not"):
-        table.add_column(title, justify="right" if title in ("S", "ms") else "left")
+    *titles, words = "question", "S", "pass", "fastest", "ms", "even with it, or why not"
+    rows = []
     for record in answers:
         for best in record["answers"]:
             even = ", ".join(map(str, best["even"]))
             cells = f"{best['seq_len']:,}", best["pass"], str(best["fastest"]), f"{best['ms']:.4g}", even
-            table.add_row(record["name"], *cells)
+            rows.append([record["name"], *cells])
         if not record["answers"]:
             reasons = dict.fromkeys(run["reason"] for run in record["runs"] if run["reason"])
-            table.add_row(record["name"], "", "", "", "", record["why"] or "; ".join(reasons))
-    terminal.show(table, words=("even with it, or why not",))
+            rows.append([record["name"], *[""] * 4, record["why"] or "; ".join(reasons)])
+    terminal.print_rows("Answers", [*titles, words], rows, ("question", "pass", "fastest", words), (words,))
 
 
 if __name__ == "__main__":

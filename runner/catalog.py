@@ -1,5 +1,4 @@
-"""`python -m runner.catalog [attention|mask|model|config|kernel|transport|timing|dtype|hardware|experiment]`: the choices of these
-groups, or of all: what each is, whether it works on this machine, and if not, why. `python -m runner.catalog key`: every other key.
+"""`python -m runner.catalog [attention|mask|config|kernel|transport|...]`: the choices of these groups of `--help`, or of all: what each is, whether it works on this machine, and if not, why. `python -m runner.catalog key`: every other key.
 
 `python -m runner.catalog support`: what every variant and every kernel does under every mask: honoured, or refused and why.
 
@@ -18,7 +17,6 @@ from importlib import resources
 from itertools import accumulate
 from typing import Any
 
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig, OmegaConf, open_dict
 from rich.markup import escape
 
@@ -60,8 +58,7 @@ CATEGORIES = ["default", "small", "medium", "large", "gqa", "zigzag", "model", "
 
 def config() -> Iterator[Cells]:
     """The workloads by category and size, with their FLOPs and the memory of q, k and v."""
-    with initialize_config_module("runner.conf", version_base="1.3"):
-        configs = [compose("config", overrides=[f"config={name}"]) for name in overrides.groups()["config"]]
+    configs = [overrides.composed([f"config={name}"]) for name in overrides.groups()["config"]]
 
     def place(cfg: DictConfig) -> tuple[int, int]:
         return CATEGORIES.index(cfg.category), math.prod(cfg[key] or 0 for key in ("seq_len", "batch", "heads"))
@@ -86,7 +83,6 @@ USUAL_WORLD = 8  # ranks whose costs are listed where no world_size is given
 
 def cost(given: list[str]) -> Choices:
     """What each variant costs before it runs, for a workload and a world of any size. Raises ValueError for overrides that are refused."""
-    overrides.check(given, True)
     if not any(text.startswith("world_size=") for text in given):
         given = [*given, f"world_size={USUAL_WORLD}"]
     title = (
@@ -103,11 +99,9 @@ def cost(given: list[str]) -> Choices:
 def _costs(given: list[str]) -> Iterator[Cells]:
     asked = [name for text in given if text.startswith("attention=") for name in text.partition("=")[2].split(",")]
     options = OmegaConf.from_dotlist([text for text in given if text.startswith("attention.")])
-    rest = [text for text in given if not text.startswith(("attention=", "attention."))]
+    composed = overrides.check(["hardware=cuda", *given], True)
     if AUTO in asked:
         yield AUTO, *[""] * 6, "those of the variant that it takes when it runs"
-    with initialize_config_module("runner.conf", version_base="1.3"):
-        composed = compose("config", overrides=["hardware=cuda", *rest])
     for name, v in everything().items():
         if asked and name not in asked:
             continue
@@ -238,7 +232,7 @@ def group(name: str) -> Iterator[Cells]:
 def _files(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The choices of a group: name, the comments of its file, and its values."""
     root = resources.files("runner.conf") / group
-    for choice in overrides.groups()[group]:
+    for choice in overrides.choices_of(group):
         text = (root / f"{choice}.yaml").read_text()
         comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -266,14 +260,8 @@ class Choices:
     spaced: bool = False
 
     def show(self) -> None:
-        table = terminal.new_table(self.title)
-        table.leading = int(self.spaced)
-        for column in self.columns:
-            table.add_column(column, justify="right" if column in NUMBERS else "left")
-        for cells in self.rows():
-            table.add_row(*cells)
-        dropped = terminal.show(table, WRAPPED, LEFT_OUT)
-        terminal.note_dropped(dropped, ": a wider terminal, or COLUMNS=200, shows them")
+        left = [column for column in self.columns if column not in NUMBERS]
+        terminal.print_rows(self.title, self.columns, [*self.rows()], left, WRAPPED, LEFT_OUT, int(self.spaced))
 
 
 def _group(name: str) -> Choices:
@@ -285,13 +273,12 @@ WORKLOADS = ("category", "name", "batch", "heads", "head dim", "tokens", "mask",
 LISTS = {
     "attention": Choices("Variants: attention=NAME", ("name", *WRAPPED[:2]), attention, spaced=True),
     "mask": Choices("Masks, each with a picture: mask=NAME", ("name", "what it is", "values"), mask, spaced=True),
-    "model": _group("model"),
     "config": Choices("Workloads: config=NAME", WORKLOADS, config),
     "kernel": Choices("Kernels on this machine: kernel=NAME", HERE, kernel),
     "transport": Choices("Transports on this machine: transport=NAME", HERE, transport),
     "key": Choices("Keys: KEY=VALUE", ("key", "default", "what it is"), key),
-    **{name: _group(name) for name in ("timing", "dtype", "hardware", "experiment")},
 }
+LISTS |= {name: _group(name) for name in (*overrides.groups(), "topology") if name not in LISTS}
 
 
 def main(arguments: list[str]) -> int:

@@ -56,7 +56,7 @@ class Row:
         lengths = ["" if n is None else f"{n:,}" for n in (self.predicted, self.longest)]
         limit, peak = (terminal.gib(n) if n else "" for n in (self.limit, self.measured_peak))
         off = "" if self.error is None else f"{self.error:+.1%}"
-        return [self.setting, limit, *lengths, off, peak, f"{len(self.trials)}", self.reason or ""]
+        return [self.setting, limit, *lengths, off, peak, str(len(self.trials) or ""), self.reason or ""]
 
 
 def longest(held: Callable[[int], int | None], limit: int, guess: int, unit: int) -> int:
@@ -92,14 +92,7 @@ class Search:
         """A single step, which nothing is compared with."""
         self.cfg.seq_len = tokens
         spec = resolve.experiment(self.cfg, self.gpus, seed=0)
-        once: dict[str, Any] = {
-            "method": "warmup",
-            "warmup_runs": 0,
-            "warmup_ms": 0.0,
-            "settle_ms": 0.0,
-            "timing_runs": 1,
-        }
-        timing = replace(spec.timing, **once)
+        timing = replace(spec.timing, method="warmup", warmup_runs=0, warmup_ms=0.0, settle_ms=0.0, timing_runs=1)
         check = replace(spec.check, enabled=False)
         return replace(spec, timing=timing, check=check, phases=False, energy=False, baseline="none")
 
@@ -176,12 +169,12 @@ def main(arguments: list[str]) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & {*arguments}:
-        print(__doc__)
-        return 0
+    parser = commands.parser("runner.max_seq", __doc__)
+    parser.add_argument("overrides", nargs="+", metavar="KEY=VALUE")
+    arguments = parser.parse_args(arguments).overrides
     resolve.register()
-    overrides.check(arguments, True)
-    started, output = time.monotonic(), next((a[7:] for a in arguments if a.startswith("output=")), "outputs")
+    output = overrides.check(arguments, True).output
+    started = time.monotonic()
     with results.writing(Path(output)), Pool() as pool:
         folder = folders.create(Path(output) / "max_seq", folders.now())
         rows = search(arguments, pool, folder)
@@ -190,12 +183,8 @@ def _main(arguments: list[str]) -> int:
         text = json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1, default=str)
         results.write_text(folder / "max_seq.json", text + "\n")
     same = " ".join(text for text in arguments if not text.startswith("output="))
-    table = terminal.new_table(f"Longest sequences: {same}")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in WORDS else "right")
-    for row in rows:
-        table.add_row(*row.cells())
-    terminal.show(table, WORDS, ("limit", "trials"))
+    cells = [row.cells() for row in rows]
+    terminal.print_rows(f"Longest sequences: {same}", COLUMNS, cells, WORDS, WORDS, ("limit", "trials"))
     terminal.out.print(f"Result: {folder}", soft_wrap=True)
     return 0 if any(row.longest for row in rows) else 1
 

@@ -94,6 +94,26 @@ def note_dropped(dropped: Sequence[str], where: str) -> None:
         out.print(f"too narrow here for {', '.join(dropped)}{where}")
 
 
+def print_rows(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: Collection[str],
+    words: Collection[str] = (),
+    drop: Sequence[str] = (),
+    leading: int = 0,
+) -> None:
+    """Print a table of those columns that have a text. left: titles of columns that are aligned left. words, drop: as in `fit`."""
+    table = new_table(title)
+    table.leading = leading
+    filled = [(x, cells) for x, cells in zip(columns, zip(*rows, strict=True), strict=False) if any(cells)]
+    for column, _ in filled:
+        table.add_column(column, justify="left" if column in left else "right")
+    for row in zip(*(cells for _, cells in filled), strict=True):
+        table.add_row(*row)
+    note_dropped(show(table, words, drop), ": a wider terminal, or COLUMNS=200, shows them")
+
+
 def seconds(s: float) -> str:
     """A duration in s, minutes or hours."""
     if s < 120:

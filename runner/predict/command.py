@@ -137,10 +137,5 @@ def error_text(cluster: Cluster, called: Collection[str]) -> str:
 
 
 def _show(predictions: Sequence[Row], title: str) -> None:
-    table = terminal.new_table(title)
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in ("variant", "bound by", *WORDS) else "right")
-    for row in predictions:
-        cells = (cell(row) if row.ms is not None or title in ALWAYS else "" for title, cell in COLUMNS.items())
-        table.add_row(*cells)
-    terminal.note_dropped(terminal.show(table, WORDS, DROP), ": a wider terminal, or COLUMNS=200, shows them")
+    cells = [[cell(x) if x.ms is not None or y in ALWAYS else "" for y, cell in COLUMNS.items()] for x in predictions]
+    terminal.print_rows(title, [*COLUMNS], cells, ("variant", "bound by", *WORDS), WORDS, DROP)
