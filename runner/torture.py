@@ -1,3 +1,3 @@
 """The place of a command that lies beside the tests now."""
 
-raise SystemExit("error: python -m runner.torture is now python -m tests.torture, in a checkout")
+raise SystemExit("error: python -m runner.torture is now pytest -m nightly tests/program/test_torture.py, in a checkout")

@@ -51,7 +51,6 @@ def pytest_xdist_auto_num_workers(config):
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="the first case of each test of tests/unit")
     parser.addoption("--fuzz", type=int, default=200, help="random calls of the library to try")
-    parser.addoption("--fuzz-overrides", type=int, default=20, help="command lines to try that nobody would write")
     parser.addoption("--fuzz-seed", type=int, default=None, help="another seed of what is random than the commit's")
 
 

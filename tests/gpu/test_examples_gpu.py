@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.nightly.test_examples import TRANSFORMERS, free_port, run
+from tests.program.test_examples import TRANSFORMERS, free_port, run
 from tests.support.gpus import GPUS, need_one
 
 pytestmark = [pytest.mark.gpu, need_one]

@@ -8,6 +8,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from omegaconf import OmegaConf
+
+from attention.variants.registry import VARIANTS
+from runner.config import resolve
+from runner.config.overrides import composed, groups
 from tests.torture import program
 
 VALUES = (
@@ -45,38 +50,31 @@ OUTPUTS = (
     "output='a\nb'", "output=${x}", "output=${oc.env:HOME}/../nope", "output='a b'", "output=[1]", "output=\U0001f600",
 )  # fmt: skip
 TINY = ["config=tiny", "seq_len=128"]
-LEAST_S = 2.0  # of a CPU, and where that is slow
-TIMES = 8  # as much as an ordinary command line takes here
-LIMIT_S = 120.0
+MOST_S = 20.0  # of a CPU, imports included
+
+
+STOPPED = """
+from runner import app
+from runner.__main__ import main
+from runner.launch.outcome import Outcome
+app._job = lambda *_: Outcome("crash", "stopped before a world started")
+raise SystemExit(main())
+"""
 
 
 @cache
 def keys() -> tuple[list[str], list[str]]:
     """Every key that has a value, and every group."""
-    from hydra import compose, initialize_config_module
-    from omegaconf import OmegaConf
-
-    from runner.config.overrides import groups
-
-    with initialize_config_module("runner.conf", version_base="1.3"):
-        found: Any = OmegaConf.to_container(compose("config"))
-    paths = [*found, *(f"{group}.{key}" for group, x in found.items() if isinstance(x, dict) for key in x)]
-    return [p for p in dict.fromkeys([*paths, *owners()]) if p != "output" and p not in groups()], sorted(groups())
+    resolve.register()
+    cfg: Any = OmegaConf.to_container(composed([]))
+    paths = [*cfg, *(f"{group}.{key}" for group, x in cfg.items() if isinstance(x, dict) for key in x), *owners()]
+    return [p for p in dict.fromkeys(paths) if p != "output" and p not in groups()], sorted(groups())
 
 
 @cache
 def owners() -> dict[str, str]:
     """By the key of an option, a variant that has it."""
-    from attention.variants.registry import VARIANTS
-
     return {f"attention.{option}": name for name, v in VARIANTS.items() for option in v.options.names()}
-
-
-def misspelt(key: str, rng: random.Random) -> str:
-    at = rng.randrange(len(key))
-    return rng.choice(
-        [key[:at] + key[at + 1 :], key[:at] + key[at] + key[at:], key[:at] + "x" + key[at + 1 :], key.upper()]
-    )
 
 
 def command_line(rng: random.Random) -> list[str]:
@@ -86,58 +84,31 @@ def command_line(rng: random.Random) -> list[str]:
     needed = [f"attention={owners()[key]}"] if key in owners() else []
     swept = [key, group, "seq_len", "attention", "seed", "window", "config"]
     pairs = [f"{rng.choice(values)}={rng.choice(VALUES)}" for _ in range(rng.randrange(2, 4))]
-    multirun = rng.choice([[], ["-m"]])
+    at = rng.randrange(len(key))
     lines = {
-        "value": (12, [*TINY, *needed, f"{key}={rng.choice(VALUES)}"]),
-        "swept": (2, ["-m", *TINY, *needed, f"{rng.choice(swept)}={rng.choice(SWEPT)}"]),
-        "misspelt": (1, [*TINY, f"{misspelt(key, rng)}=1"]),
-        "form": (2, [*TINY, rng.choice(FORMS).format(key=rng.choice([key, group]))]),
-        "group": (2, [*TINY, f"{group}={rng.choice(VALUES)}"]),
-        "hydra": (1, [*multirun, *TINY, rng.choice([*HYDRA, *OUTPUTS])]),
-        "flags": (1, [*rng.choice([[], TINY]), *rng.choice(FLAGS)]),
-        "pairs": (2, [*multirun, *TINY, *pairs]),
+        12: [*TINY, *needed, f"{key}={rng.choice(VALUES)}"],
+        6: ["-m", *TINY, *needed, f"{rng.choice(swept)}={rng.choice(SWEPT)}"],
+        2: [*TINY, f"{key[:at]}x{key[at + 1 :]}=1"],
+        4: [*TINY, rng.choice(FORMS).format(key=rng.choice([key, group]))],
+        5: [*TINY, f"{group}={rng.choice(VALUES)}"],
+        3: [*rng.choice([[], ["-m"]]), *TINY, rng.choice([*HYDRA, *OUTPUTS])],
+        1: [*rng.choice([[], TINY]), *rng.choice(FLAGS)],
+        7: [*rng.choice([[], ["-m"]]), *TINY, *pairs],
     }
-    weights, found = zip(*lines.values(), strict=True)
-    return list(rng.choices(found, weights)[0])
+    return list(rng.choices(list(lines.values()), list(lines))[0])
 
 
 def answer(arguments: list[str], folder: Path) -> program.Ended:
-    """How the program ends with these arguments."""
-    return program.start(folder, _stopped, arguments).wait(LIMIT_S)
-
-
-def _stopped() -> int:
-    from runner import app
-    from runner.__main__ import main
-    from runner.launch.outcome import Outcome
-
-    app._job = lambda *_: Outcome("crash", "stopped before a world started")  # type: ignore[assignment]
-    return main()
-
-
-@cache
-def limit_s() -> float:
-    """CPU seconds that a command line may take on this machine."""
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        usual = [answer(TINY, Path(folder)) for _ in range(2)]
-    assert all("stopped before a world" in one.err for one in usual), usual[0]
-    return max(LEAST_S, TIMES * min(one.cpu_s for one in usual))
+    """How the program ends with these arguments, stopped before a world starts."""
+    return program.start(folder, ["-c", STOPPED, *arguments]).wait(120.0)
 
 
 def wrong(ended: program.Ended) -> list[str]:
     """What is wrong with how a command line ended: a known status, at most one line of reason, no traceback, and soon."""
-    found = ended.wrong(0, 1, 2)
     lines = [line for line in ended.err.splitlines() if line.strip()]
-    if found:
-        return found
-    if len(lines) > 1:
-        found.append(f"{len(lines)} lines: {lines[0][:200]}")
+    wrong = ended.wrong(0, 1, 2)
+    if len(lines) > 1 or any(len(line) > 1500 for line in lines):
+        wrong.append(f"{len(lines)} lines: {ended.err[:200]}")
     if ended.status and not lines and not ended.out.strip():
-        found.append("no reason")
-    if any(len(line) > 1500 for line in lines):
-        found.append(f"a line of {max(map(len, lines))} characters")
-    if ended.cpu_s > limit_s():
-        found.append(f"{ended.cpu_s:.1f} s of a CPU")
-    return found
+        wrong.append("no reason")
+    return wrong + [f"{ended.cpu_s:.1f} s of a CPU"] * (ended.cpu_s > MOST_S)

@@ -1,4 +1,4 @@
-"""The program in a fork of a warm interpreter, in a folder of its own."""
+"""The real program, started in a folder of its own, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
 import sys
-import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from runner.launch.ownership import PREFIX
+from runner.launch.processes import cores, is_tracker
+from tests.support.paths import ROOT
 
 MARK = "TORTURE"  # an environment variable of everything that a trial starts
-SHARED = Path("/dev/shm")
-POLL_S = 0.02
-LOOK_S = 0.5  # between two looks at the shared memory of a program's processes
-_living: set[int] = set()  # the forks that nobody has waited for
-mapped: set[Path] = set()  # files in SHARED that processes of trials were seen to map
+GONE_S = 8.0  # within which everything must have ended
+
+
+def slowed(seconds: float) -> float:
+    """As long on a machine whose cores are shared."""
+    return seconds * min(4.0, max(1.0, os.getloadavg()[0] / cores()))
 
 
 @dataclass(frozen=True)
@@ -31,154 +34,71 @@ class Ended:
     out: str
     err: str
     cpu_s: float
-    took_s: float
 
     def wrong(self, *statuses: int) -> list[str]:
         """What is wrong with it, where one of `statuses` was expected."""
-        found = []
-        if self.status is None:
-            found.append(f"hung for {self.took_s:.0f} s")
-        elif self.status not in statuses:
-            found.append(f"ended with {self.status}: {last(self.err)}")
-        if "Traceback" in self.err + self.out:
-            found.append(f"a traceback: {last(self.err)}")
-        return found
-
-
-def last(text: str) -> str:
-    """The last line of a text."""
-    return next((line.strip()[:300] for line in reversed(text.splitlines()) if line.strip()), "no reason")
+        last = next((line[:300] for line in reversed(self.err.splitlines()) if line.strip()), "no reason")
+        wrong = [] if self.status in statuses else [f"ended with {self.status}: {last}"]
+        return wrong + [f"a traceback: {last}"] * ("Traceback" in self.err + self.out)
 
 
 @dataclass(frozen=True)
 class Running:
-    pid: int
+    process: subprocess.Popen[bytes]
     out: Path
-    err: Path
-    started: float
 
-    def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+    def wait(self, limit_s: float = 240.0) -> Ended:
+        """Wait for its end; one that takes longer is killed."""
+        deadline, hung = time.monotonic() + slowed(limit_s), False
+        while not (waited := os.wait4(self.process.pid, 0 if hung else os.WNOHANG))[0]:
+            if hung := time.monotonic() > deadline:
+                self.process.kill()
+            time.sleep(0.02)
+        _, status, used = waited
+        self.process.returncode = os.waitstatus_to_exitcode(status)
+        texts = (path.read_text(errors="replace") for path in (self.out, self.out.with_suffix(".err")))
+        return Ended(None if hung else self.process.returncode, *texts, used.ru_utime + used.ru_stime)
 
-    def wait(self, limit_s: float) -> Ended:
-        """Wait for its end; one that takes longer than limit_s is killed."""
-        deadline, hung, next_look = time.monotonic() + limit_s, False, 0.0
-        while True:
-            pid, status, used = os.wait4(self.pid, 0 if hung else os.WNOHANG)
-            if pid:
-                break
-            now = time.monotonic()
-            if now > next_look:
-                look(self.out.parent)
-                next_look = now + LOOK_S
-            if hung := now > deadline:
-                self.signal(signal.SIGKILL)
-            time.sleep(POLL_S)
-        _living.discard(self.pid)
-        return Ended(
-            None if hung else os.waitstatus_to_exitcode(status),
-            self.out.read_text(errors="replace"),
-            self.err.read_text(errors="replace"),
-            used.ru_utime + used.ru_stime,
-            time.monotonic() - self.started,
-        )
+
+def start(folder: Path, command: Sequence[str], file_limit: int | None = None) -> Running:
+    """Start Python with these arguments. folder: has its working folder, its temporary files and what it prints. file_limit: the
+    most bytes that it may write into a file."""
+    for name in ("work", "tmp"):
+        (folder / name).mkdir(exist_ok=True)
+    out = folder / f"{len(list(folder.glob('*.out')))}.out"
+    variables = {MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
+
+    def limit() -> None:
+        if file_limit is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+    with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=folder / "work", env=os.environ | variables, stdout=stdout, stderr=stderr,
+            start_new_session=True, preexec_fn=limit,
+        )  # fmt: skip
+    return Running(process, out)
 
 
 def processes(folder: Path) -> list[int]:
-    """The living processes that the trials in `folder` or below it started, by the environment that they inherit."""
-    mark = f"{MARK}={folder}".encode()
-    found = []
+    """The living processes that were started in `folder`, by the environment that they inherit."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
-            variables = path.read_bytes().split(b"\0")
-            if any(text == mark or text.startswith(mark + b"/") for text in variables):
-                found.append(int(path.parent.name))
-    return found
+            if f"{MARK}={folder}".encode() in path.read_bytes().split(b"\0"):
+                pids.append(int(path.parent.name))
+    return pids
 
 
-def look(folder: Path) -> None:
-    """Add the shared memory of the living processes of `folder` to `mapped`."""
-    for pid in processes(folder):
+def left(folder: Path) -> list[str]:
+    """What is still there after GONE_S. Processes that are left are killed; trackers, which unlink the others' semaphores, end by
+    themselves."""
+    deadline = time.monotonic() + GONE_S
+    while (pids := processes(folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in pids:
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
-                if f" {SHARED}/" in line and not line.endswith(" (deleted)"):
-                    mapped.add(Path(line[line.index(f"{SHARED}/") :]))
-
-
-def warm() -> None:
-    """Import what the programs need, so that a fork starts at once."""
-    from hydra.core.plugins import Plugins
-
-    from runner import app, compare, environment, pack  # noqa: F401
-    from runner.config import overrides, resolve
-    from runner.report import command  # noqa: F401
-
-    with contextlib.suppress(ImportError):  # extra `report`
-        import altair  # noqa: F401
-        import jinja2  # noqa: F401
-    resolve.register()
-    Plugins.instance()
-    environment.host()
-    environment.gpu_count()
-    overrides.check(["config=tiny", "seq_len=128"], False)
-
-
-def start(folder: Path, main: Callable[[], Any], arguments: Sequence[str], file_limit: int | None = None) -> Running:
-    """Start `main` with these arguments in a fork. folder: has its working folder, its temporary files and what it
-    prints. file_limit: the most bytes that it may write into a file."""
-    number = len(list(folder.glob("*.out")))
-    out, err = folder / f"{number}.out", folder / f"{number}.err"
-    for name in ("work", "tmp"):
-        (folder / name).mkdir(exist_ok=True)
-    sys.stdout.flush()
-    started = time.monotonic()
-    pid = os.fork()
-    if pid == 0:
-        status = 70
-        try:
-            _become(folder, out, err, file_limit)
-            sys.argv = ["runner", *arguments]
-            status = _status(main)
-            sys.stdout.flush()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
-    _living.add(pid)
-    return Running(pid, out, err, started)
-
-
-def kill_all() -> None:
-    """End the programs that were started and not waited for."""
-    while _living:
-        pid = _living.pop()
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-
-
-def _become(folder: Path, out: Path, err: Path, file_limit: int | None) -> None:
-    os.setsid()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    for path, descriptor in ((out, 1), (err, 2)):
-        with path.open("wb") as file:
-            os.dup2(file.fileno(), descriptor)
-    sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
-    os.chdir(folder / "work")
-    os.environ |= {MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONDONTWRITEBYTECODE": "1"}
-    tempfile.tempdir = None
-    if file_limit is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-
-
-def _status(main: Callable[[], Any]) -> int:
-    try:
-        return main() or 0
-    except SystemExit as ended:  # as the interpreter takes it
-        if isinstance(ended.code, str):
-            print(ended.code, file=sys.stderr)
-            return 1
-        return ended.code or 0
+            if not is_tracker(pid):
+                os.kill(pid, signal.SIGKILL)
+    worlds = list((folder / "tmp").glob(f"{PREFIX}*"))
+    return [f"left behind: {pids} {worlds}"] if pids or worlds else []

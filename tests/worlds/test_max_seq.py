@@ -13,10 +13,13 @@ DENSE = [
     "config=tiny", "batch=1", "heads=16", "kv_heads=16", "head_dim=128", "dtype=fp32", "attention=dense", "world_size=1",
     "hardware=cpu", "mode=forward", "launch.memory_limit_gb=0.0625",
 ]  # fmt: skip
+SMALL = [
+    "model=decoder_tiny", "model.layers=2", "model.hidden=256", "model.vocabulary=256", "heads=4", "kv_heads=4", "dtype=fp32",
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("guess", [64, 5_000, 64_000, 640_000])
-@pytest.mark.parametrize("fixed, each", [(0, 10), (300_000, 7), (0, 17_000), (0, 1)])
+@pytest.mark.parametrize("guess", [64, 640_000])
+@pytest.mark.parametrize("fixed, each", [(300_000, 7), (0, 17_000)])
 def test_the_search_ends_beside_a_length_that_does_not_fit(guess, fixed, each):
     limit, unit, tried = 1_000_000, 64, {}
 
@@ -32,31 +35,28 @@ def test_the_search_ends_beside_a_length_that_does_not_fit(guess, fixed, each):
 
 @pytest.mark.parametrize(
     "tokens, mode, mib",
-    [(150_400, "forward", 2958.1), (54_400, "forward_backward", 3844.3), (161_024, "forward", 3164.7)],
+    [(150_400, "forward", 2958.1), (54_400, "forward_backward", 3844.3)],
 )
 def test_the_predicted_peak_is_what_an_h200_allocated(tokens, mode, mib):
     given = ["config=llama3_8b", "batch=1", "attention=dense", "world_size=1", f"mode={mode}", f"seq_len={tokens}"]
     assert needed_bytes(resolved(*given, gpus=1), "sdpa_flash") / 2**20 == pytest.approx(mib, rel=0.005)
 
 
-@pytest.mark.parametrize("variant", ["dense", "ring", "zigzag", "ulysses"])
+@pytest.mark.parametrize("variant", ["dense", "zigzag"])
 def test_one_rank_makes_one_call_of_any_variant_with_its_scratch(variant):
     """A peak of FlashAttention-4 that was measured on an H100."""
     given = ["config=llama3_8b", "batch=1", f"attention={variant}", "world_size=1", "seq_len=129920"]
     assert needed_bytes(resolved(*given, gpus=1), "flash4") == pytest.approx(8_571_060_224, rel=0.005)
 
 
-@pytest.mark.parametrize("tokens, measured", [(1536, 113_226_752), (1792, 128_402_432)])
-def test_the_predicted_peak_of_a_training_step_is_within_10_percent_of_a_process(tokens, measured):
-    small = ["model.layers=2", "model.hidden=256", "model.vocabulary=256", "heads=4", "kv_heads=4", "dtype=fp32"]
-    given = ["model=decoder_tiny", *small, "attention=ring", "hardware=cpu", "world_size=1", f"seq_len={tokens}"]
-    assert needed_bytes(resolved(*given), "sdpa_flash") == pytest.approx(measured, rel=0.1)
+def test_the_predicted_peak_of_a_training_step_is_within_10_percent_of_a_process():
+    given = [*SMALL, "attention=ring", "hardware=cpu", "world_size=1", "seq_len=1792"]
+    assert needed_bytes(resolved(*given), "sdpa_flash") == pytest.approx(128_402_432, rel=0.1)
 
 
-@pytest.mark.parametrize("world, mib", [(1, 74.8), (2, 74.3), (2, 81.5), (4, 86.0)])
+@pytest.mark.parametrize("world, mib", [(1, 74.8), (4, 86.0)])
 def test_the_predicted_peak_of_a_forward_is_within_10_percent_of_a_process(world, mib):
-    small = ["model.layers=2", "model.hidden=256", "model.vocabulary=256", "heads=4", "kv_heads=4", "dtype=fp32"]
-    given = ["model=decoder_tiny", *small, "attention=zigzag", "hardware=cpu", "mode=inference"]
+    given = [*SMALL, "attention=zigzag", "hardware=cpu", "mode=inference"]
     spec = resolved(*given, f"world_size={world}", f"seq_len={4096 * world}")
     assert needed_bytes(spec, "sdpa_flash") / 2**20 == pytest.approx(mib, rel=0.1)
 

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ import pytest
 from runner import app, environment
 from runner.config.values import InvalidConfig
 from runner.environment import commit_text
-from runner.launch.files import WorldSpec
-from tests.jobs import program
 from tests.support.composing import resolved
 from tests.support.paths import ROOT
 
@@ -44,30 +41,18 @@ def git(folder, *arguments):
     subprocess.run(["git", *who, *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def test_a_clock_that_is_set_back_changes_no_duration(monkeypatch):
-    started = time.monotonic()
-    monkeypatch.setattr(time, "time", lambda: 0.0)
-    assert 0 <= environment.period(started)["seconds"] < 60
-
-
-def test_a_copy_without_its_history_says_that_its_commit_is_unknown_or_what_it_was_told(copied):
-    assert git_of(copied) == '{"commit": null, "dirty": null, "source": null}'
-    for text, dirty in (("abc", "null"), ("abc dirty", "true"), ("abc\nclean", "false")):
-        (copied / "runner" / "COMMIT").write_text(text)
-        assert git_of(copied) == f'{{"commit": "abc", "dirty": {dirty}, "source": "runner/COMMIT"}}'
-
-
-def test_a_checkouts_stamp_goes_with_a_copy_of_it(copied):
+def test_a_copy_without_its_history_knows_the_commit_that_it_was_told(copied):
+    stamp = copied / "runner" / "COMMIT"
+    for text, commit, dirty in (("", "null", "null"), ("abc dirty", '"abc"', "true"), ("abc\nclean", '"abc"', "false")):
+        stamp.write_text(text)
+        assert git_of(copied).startswith(f'{{"commit": {commit}, "dirty": {dirty}, "source": ')
     git(copied, "init", "-q")
     git(copied, "add", "-A")
     git(copied, "commit", "-qm", "all")
-    assert '"dirty": false, "source": "git"' in git_of(copied)
-    stamp = copied / "runner" / "COMMIT"
     stamp.write_text(said(copied, "-m", "runner.environment"))
-    commit = stamp.read_text().split()[0]
-    assert stamp.read_text() == f"{commit} clean"  # the stamp itself is no change
+    commit, state = stamp.read_text().split()
+    assert state == "clean"  # the stamp itself is no change
     (copied / "new.py").write_text("")
-    assert '"dirty": true' in git_of(copied)
     assert said(copied, "-m", "runner.environment") == f"{commit} dirty"
     shutil.rmtree(copied / ".git")
     assert git_of(copied) == f'{{"commit": "{commit}", "dirty": false, "source": "runner/COMMIT"}}'
@@ -77,21 +62,12 @@ def test_a_checkouts_stamp_goes_with_a_copy_of_it(copied):
     ("git", "text"),
     [
         (None, "commit unknown"),
-        ({"commit": None, "dirty": None, "source": None}, "commit unknown"),
         ({"commit": "0123456789ab", "dirty": None}, "commit 0123456789, uncommitted changes unknown"),
-        ({"commit": "0123456789ab", "dirty": True}, "commit 0123456789, with uncommitted changes"),
         ({"commit": "0123456789ab", "dirty": False}, "commit 0123456789"),
     ],
 )
 def test_tables_say_what_is_known_of_the_commit(git, text):
     assert commit_text(git) == text
-
-
-@pytest.mark.slow
-def test_a_worlds_ranks_get_the_variables_of_launch_env(pool):
-    given = (("CUDA_DEVICE_MAX_CONNECTIONS", "8"), ("TORCH_NCCL_HIGH_PRIORITY", "1"))
-    outcome = pool.get(WorldSpec(1, "cpu", env=given)).call(program.variables, {"names": [n for n, _ in given]})
-    assert outcome.result == [["8", "1"]]
 
 
 def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers():

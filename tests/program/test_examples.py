@@ -26,7 +26,7 @@ def run(*command):
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_block_has_the_same_loss_and_gradients_on_one_rank_and_on_two():
     pattern = r"(\d) ranks: loss ([\d.]+), gradient norm ([\d.]+)"
     example = "examples/transformer_block.py"
@@ -91,7 +91,7 @@ TRANSFORMERS = pytest.mark.skipif(
 
 
 @TRANSFORMERS
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_readme_trains_a_model_of_transformers_as_written(printed):
     losses = numbers(r"^[01] (\S+)$", printed["readme"])
     assert len(losses) == 2
@@ -99,7 +99,7 @@ def test_the_readme_trains_a_model_of_transformers_as_written(printed):
 
 
 @TRANSFORMERS
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_transformers_has_the_same_falling_loss_on_one_rank_and_on_two(printed):
     alone, both = (numbers(r"loss (\S+)$", printed[name]) for name in ("train alone", "train"))
     assert both == pytest.approx(alone, abs=2e-5)
@@ -108,7 +108,7 @@ def test_a_model_of_transformers_has_the_same_falling_loss_on_one_rank_and_on_tw
 
 
 @TRANSFORMERS
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_generation_gives_the_same_tokens_from_half_the_keys_on_each_of_two_ranks(printed):
     pattern = r"(\d) ranks, (\d+) bytes of keys and values each: (\[.*\])"
     alone, both = (re.search(pattern, printed[name]).groups() for name in ("generate alone", "generate"))
@@ -116,7 +116,7 @@ def test_generation_gives_the_same_tokens_from_half_the_keys_on_each_of_two_rank
     assert int(both[1]) == pytest.approx(int(alone[1]) / 2, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_fsdp_has_the_same_loss_with_context_parallel_ranks_as_with_data_parallel_ones(printed):
     data, context = (numbers(r"loss (\S+)$", printed[name]) for name in ("data parallel", "context parallel"))
     assert context == pytest.approx(data, abs=2e-5)
@@ -124,7 +124,7 @@ def test_fsdp_has_the_same_loss_with_context_parallel_ranks_as_with_data_paralle
     assert context[4] < context[0] - 0.1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_inner_attention_has_the_out_and_gradients_of_one_rank_also_on_packed_documents(printed):
     found = re.findall(r"2 ranks, (\w+): .* (\d\.\de-\d+), .* (\d\.\de-\d+)", printed["inner attention"])
     assert [name for name, *_ in found] == ["batch", "packed"]
