@@ -134,15 +134,12 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
 @contextmanager
 def _undone(quiet: bool) -> Iterator[None]:
     """Leaves the caller's Hydra, its filters of warnings and our consoles as they were."""
-    around = GlobalHydra.instance().hydra
-    consoles = [(console, console.quiet) for console in (terminal.out, terminal.err)]
+    around, out, err = GlobalHydra.instance().hydra, terminal.out.quiet, terminal.err.quiet
     try:
         GlobalHydra.instance().hydra = None
-        for console, was in consoles:
-            console.quiet = quiet or was
+        terminal.out.quiet, terminal.err.quiet = quiet or out, quiet or err
         with warnings.catch_warnings():
             yield
     finally:
         GlobalHydra.instance().hydra = around
-        for console, was in consoles:
-            console.quiet = was
+        terminal.out.quiet, terminal.err.quiet = out, err

@@ -382,7 +382,7 @@ class Model:
     @property
     def sizes(self) -> Config:
         """Of the preset or of transformers' configuration, before those of the call."""
-        return preset(self.name) if self.huggingface is None else huggingface.config_of(self.huggingface, self.layers)
+        return preset(self.name) if self.huggingface is None else huggingface.config_of(self.huggingface)
 
     def config(self, call: AttentionCall) -> Config:
         """The sizes, with the call's heads. Raises ValueError for sizes that do not fit together."""

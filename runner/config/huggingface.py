@@ -45,17 +45,15 @@ def loaded(path: str | None, kind: str | None, sizes: dict[str, Any]) -> str:
         raise InvalidConfig(f"{what}: no configuration of a model ({_line(error)})") from None
 
 
-def config_of(text: str, layers: int | None = None) -> Config:
-    """Sizes, attention and matrices of the first `layers` layers of what `loaded` returned."""
-    found = json.loads(text)["read"]
-    by_layer, kinds = found.pop("by_layer"), found.pop("kinds")
-    layers = min(layers or len(by_layer), len(by_layer))
-    matrices = found.pop("beside") + sum(by_layer[:layers])
-    of_layers = tuple(
+def config_of(text: str) -> Config:
+    """Sizes, attention and matrices of what `loaded` returned."""
+    fields = json.loads(text)["read"]
+    by_layer = fields.pop("by_layer")
+    kinds = tuple(
         Kind(masks.causal() if window is None else masks.sliding_window(window - 1), **how)
-        for window, how in kinds[:layers]
+        for window, how in fields.pop("kinds")
     )
-    return Config(layers=layers, counted=matrices, kinds=of_layers, **found)
+    return Config(layers=len(by_layer), counted=fields.pop("beside") + sum(by_layer), kinds=kinds, **fields)
 
 
 def without_dropout(text: str) -> list[str]:

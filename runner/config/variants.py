@@ -40,12 +40,8 @@ def settings(
     able: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     choices = {name: best_values(variant, name, kv_heads, world) for name in names}
-    for name in names:
-        if not choices[name]:
-            known = [name for name in variant.options.names() if best_values(variant, name, 1, 1)]
-            raise ValueError(
-                f"{name}={BEST}: {variant.name} has no list of its values; best may be {', '.join(known) or 'none'}"
-            )
+    if unlisted := [name for name in names if not choices[name]]:
+        raise ValueError(f"{unlisted[0]}={BEST}: {variant.name} has no list of its values; give one")
     for values in product(*choices.values()):
         setting = {**options, **dict(zip(names, values, strict=True))}
         try:

@@ -70,9 +70,7 @@ SAMPLES = {"iteration": [0, 1], "round": [0, 0], "rank": [0, 0], "pass": ["forwa
 @pytest.mark.parametrize(
     "changes",
     [
-        {"rank": [0, 2_000_000_000]}, {"rank": [0, -5]}, {"rank": [None, 0]}, {"rank": ["a", "b"]}, {"rank": [[], []]},
-        {"ms": [None, 1.0]}, {"ms": [-1.0, 1.0]}, {"ms": [float("nan"), 1.0]}, {"pass": [None, "forward"]},
-        {"iteration": [None, 0]},
+        {"rank": [0, 2_000_000_000]}, {"rank": [None, 0]}, {"rank": ["a", "b"]}, {"ms": [-1.0, 1.0]}, {"ms": [float("nan"), 1.0]},
     ],
     ids=str,
 )  # fmt: skip

@@ -33,7 +33,7 @@ def test_best_is_of_all_combinations_that_the_call_allows(name, heads, world, ma
     ("overrides", "message"),
     [
         (["attention=grouped", "attention.n_groups=best", "world_size=1"],
-         "n_groups=best: grouped has no list of its values; best may be heads_k_stride, grouping"),
+         "n_groups=best: grouped has no list of its values; give one"),
         (["attention=usp_yunchang", "attention.ulysses_size=best", "causal=false"], "is for causal masks"),
     ],
 )  # fmt: skip

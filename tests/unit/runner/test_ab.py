@@ -65,11 +65,3 @@ def test_there_is_a_verdict_for_each_combination_of_the_other_keys(tmp_path):
     assert lines[0].startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
     assert lines[1].startswith(f"seq_len=32768: {start} inconclusive") and lines[1].count("narrows it") == 1
     assert lines[2].startswith(f"seq_len=8192: {start} slower, +1")
-
-
-def test_a_setting_that_failed_gets_no_verdict_but_its_reason(tmp_path):
-    in_rounds(tmp_path, "math", 8192, 10.0, [1.0, 1.0], 1)
-    failed = result("zigzag", None, status="oom", reason="rank 1", kernel="flex", seq_len=8192)
-    failed["environment"]["overrides"] = ["seq_len=8192", "kernel=flex", "order=interleaved"]
-    results.write_result(tmp_path / failed["name"], failed)
-    assert ab.verdicts(tmp_path, SWEEP) == ["no verdict: kernel=flex is oom, rank 1"]
