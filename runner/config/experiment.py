@@ -11,6 +11,7 @@ from typing import Any
 
 from attention import masks
 from attention.geometry import counts
+from attention.geometry.schedules import Problem
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of, of_sequences
@@ -251,8 +252,14 @@ class Experiment:
         call = self.workload
         if self.chosen is None or not self.chosen.mixes:
             return call.heads * call.batch_pairs
-        problem = self.chosen.problem(call.cu_seqlens, self.world_size, call.mask, self.options)
-        return call.batch * counts.head_pairs(problem, call.heads, call.kv_heads)
+        return call.batch * counts.head_pairs(self.problem, call.heads, call.kv_heads)
+
+    @property
+    def problem(self) -> Problem:
+        """What the variant divides among the ranks; of a model its first layer's."""
+        assert self.chosen is not None, "attention=auto"
+        call = self.workload
+        return self.chosen.problem(call.cu_seqlens, self.world_size, call.mask, self.call_options, call.q_len)
 
     @property
     def backward(self) -> bool:

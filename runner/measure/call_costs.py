@@ -68,11 +68,10 @@ def parts(experiment: Experiment) -> list[Part]:
             layers[masks.full()] += config.encoder_layers + config.layers  # the encoder and the cross attention
         problems = ((chosen.problem(call.cu_seqlens, world, mask, options), n) for mask, n in layers.items())
         return [Part(chosen, problem, call.shapes, options, n) for problem, n in problems]
-    problem = chosen.problem(call.cu_seqlens, world, call.mask, options, call.q_len)
-    whole = Part(chosen, problem, call.shapes, options)
+    whole = Part(chosen, experiment.problem, call.shapes, options)
     if call.kv_lengths is not None:  # a ring brings the keys that some element sees, of all elements
         some = [n for n in call.kv_lengths if n]
-        whole = replace(whole, problem=replace(problem, ends=(min(some), max(some))), ends=call.kv_lengths)
+        whole = replace(whole, problem=replace(whole.problem, ends=(min(some), max(some))), ends=call.kv_lengths)
     if not call.prefix:
         return [whole]
     shared = chosen.problem((0, call.prefix), world, FULL, options, call.batch * call.queries)

@@ -28,8 +28,7 @@ def check(spec: Experiment) -> None:
     call, chosen = spec.workload, spec.chosen
     if spec.model is not None or chosen is None or chosen.mixes or spec.is_peer or spec.best_options:
         return
-    problem = chosen.problem(call.cu_seqlens, spec.world_size, call.mask, spec.call_options, call.q_len)
-    shape = call_shape(spec)
+    problem, shape = spec.problem, call_shape(spec)
     try:
         if spec.world_size > 1:
             transports.resolve(spec.transport, torch.device(spec.device))

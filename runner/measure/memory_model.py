@@ -32,15 +32,16 @@ def _peak(spec: Experiment, kernel: str) -> int:
     """Of the executor beside its inputs, on the fullest rank; 0, a lower bound, where the model does not know the run."""
     if not is_known(spec):
         return 0
-    chosen, work, options = variant(spec.variant), spec.workload, spec.call_options
-    problem = chosen.problem(work.cu_seqlens, spec.world_size, work.mask, options, work.q_len)
-    on_gpu = spec.device == "cuda"
-    about = {"pulls": on_gpu, "packed": work.seqlens is not None, "backward": spec.backward}
+    call, problem, on_gpu = spec.workload, spec.problem, spec.device == "cuda"
+    about = variant(spec.variant), problem, call.shapes, spec.call_options
+    options = {
+        "pulls": on_gpu,
+        "packed": call.seqlens is not None,
+        "backward": spec.backward,
+        "kernel": kernel if on_gpu else "",
+    }
     ranks = [place * problem.ulysses for place in sampled_places(problem)]
-    scratch = kernel if on_gpu else ""
-    return max(
-        step_peak(dry_run(chosen, problem, work.shapes, options, rank=rank, kernel=scratch, **about)) for rank in ranks
-    )
+    return max(step_peak(dry_run(*about, rank=rank, **options)) for rank in ranks)
 
 
 def _of_model(spec: Experiment, kernel: str) -> int:

@@ -3,9 +3,7 @@
 import pytest
 
 from runner.config.values import InvalidConfig
-from runner.launch.files import WorldSpec
 from runner.measure import metrics
-from tests.gate import plants
 from tests.support.composing import resolved
 
 SIZES = ("config=tiny", "batch=3", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=64", "dtype=fp32")
@@ -36,21 +34,6 @@ def test_a_ring_brings_the_keys_that_some_element_sees():
     run = resolved("attention=ring_decode", *SIZES, "kv_lengths=[20,3,0]", "causal=false", "world_size=4")
     received = metrics.compute(run, {"forward": 1.0}, None)["passes"]["forward"]["bytes_received_by_rank"]
     assert [each["kv"] // (3 * KV) for each in received] == [4, 16, 20, 20]
-
-
-@pytest.mark.parametrize("name", ["tree", "ring_decode"])
-def test_the_gate_passes_them_and_finds_one_dropped(pool, name, world=2):
-    given = {"lengths": KEYS[0], "prefix": KEYS[1]}
-    runs = {
-        key: resolved(f"attention={name}", *SIZES, "q_len=3", x, "causal=true", "sinks=true", f"world_size={world}")
-        for key, x in given.items()
-    }
-    names = [plant.name for plant in plants.PLANTS if plant.run in runs]
-    arguments = {"runs": {key: run.plain() for key, run in runs.items()}, "names": names}
-    outcome = pool.get(WorldSpec(world, "cpu")).call(plants.planted, arguments, 120.0)
-    assert outcome.status == "ok", outcome.reason
-    assert len(names) == 2 and all(outcome.result["why"].values())
-    assert [found["why"] for found in outcome.result["shipped"].values()] == [None, None]
 
 
 def test_random_lengths_follow_the_seed():
