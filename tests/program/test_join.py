@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import PrefixStore, TCPStore
 
-from runner.config.place import Place, first_host, from_environment
+from runner.config.place import Place, from_environment
 from runner.config.values import InvalidConfig
 from runner.launch.parents import Head
 from tests.support.command import SMALL
@@ -38,6 +38,7 @@ def place(variables):
         (SLURM + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "srun", (1, 2, 0, 2), "n08", True),
         (SLURM + "SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16", "srun", (9, 16, 1, 2), "n08", False),
         (OMPI + "3 OMPI_COMM_WORLD_LOCAL_RANK=1 MASTER_ADDR=a", "mpirun", (3, 4, 1, 2), "a", False),
+        (SLURM.replace("n[08-11,14],m1", "n[3-5]-ib") + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "srun", (1, 2, 0, 2), "n3-ib", True),
         (SKYPILOT + " SKYPILOT_NODE_IPS=10.0.0.1", "skypilot", (1, 2, 0, 2), "10.0.0.1", True),
     ],
 )  # fmt: skip
@@ -73,11 +74,6 @@ def test_a_program_that_no_launcher_joined_runs_for_itself(variables):
 def test_variables_that_are_no_place_are_refused(variables, why):
     with pytest.raises(InvalidConfig, match=why):
         place(variables)
-
-
-@pytest.mark.parametrize(("listed", "first"), [("a1,b2", "a1"), ("n[3-5]-ib", "n3-ib"), ("n[08,10]", "n08")])
-def test_the_first_of_slurms_hosts(listed, first):
-    assert first_host(listed) == first
 
 
 def launched(processes, whole_node=False):
@@ -145,23 +141,6 @@ def by_hand(process, port):
     """The variables of process `process` of two."""
     local = {"LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": process, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     return {"RANK": process, "WORLD_SIZE": 2, **local}
-
-
-@pytest.mark.nightly
-def test_processes_of_srun_one_a_node_are_one_world(tmp_path):
-    port, given = free_port(), [f"output={tmp_path}", *QUICK, "world_size=4"]
-    step = {
-        "SLURM_STEP_NUM_TASKS": 2,
-        "SLURM_STEP_NUM_NODES": 2,
-        "SLURM_STEP_NODELIST": "localhost",
-        "SLURM_STEP_ID": 0,
-    }
-    starts = [([], given, step | {"SLURM_PROCID": process, "SLURM_JOB_ID": port}) for process in (1, 0)]
-    with programs(*starts) as started:
-        statuses, said = end(started)
-    assert statuses == [0, 0], said
-    (value,) = results(tmp_path)
-    assert (value["status"], value["experiment"]["world_size"]) == ("ok", 4), value["reason"]
 
 
 @pytest.mark.nightly

@@ -5,7 +5,6 @@ import torch
 
 from runner.check import dilated
 from runner.config.experiment import Dilation
-from runner.config.values import InvalidConfig
 from runner.measure import metrics
 from tests.jobs import dilated as jobs
 from tests.support.composing import resolved
@@ -62,10 +61,3 @@ def test_flops_and_density_are_those_of_the_components():
     assert spec.head_pairs == pairs and metrics.flops(spec)["forward"] == 4 * 8 * pairs
     found = metrics.sparsity(spec)
     assert found["connections"] == pairs // 4 and found["density"] is None  # a pair may count several times
-
-
-def test_dense_attention_is_no_baseline_of_another_function():
-    with pytest.raises(
-        InvalidConfig, match="dilated gives other numbers than attention; run attention=dense beside it"
-    ):
-        resolved("attention=dilated", *SMALL, *PAIRS, "baseline=dense", "world_size=1")
