@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from runner.launch.outcome import Outcome
 from runner.launch.pool import Pool
 from runner.measure import metrics, ncu
 from runner.output import display, results, summary
+from runner.output.fields import Rounds
 from runner.output.record import Result
 from runner.output.terminal import seconds
 
@@ -116,11 +117,15 @@ def begin() -> None:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run with rounds still to do: its number in the sweep, its folder, and its result so far."""
+    """A run with rounds still to do: its number in the sweep, and its result so far."""
 
     number: int
-    folder: Path
-    value: dict[str, Any]
+    result: Result
+
+    @property
+    def rounds(self) -> Rounds:
+        assert self.result.timing is not None
+        return self.result.timing.rounds
 
 
 def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
@@ -154,9 +159,9 @@ def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
                 _note_sweep(folder.parent)
             return None
     seed = folders.seed(None if number is None else folder.parent)
-    value = run(cfg, folder, seed, "" if number is None else f"run {tally.place(number)}", compared)
-    value["environment"]["overrides"] = list(hydra.overrides.task)
-    return _recorded(value, folder, number)
+    result = run(cfg, folder, seed, "" if number is None else f"run {tally.place(number)}", compared)
+    about = replace(result.environment, overrides=list(hydra.overrides.task))
+    return _recorded(replace(result, environment=about), number)
 
 
 def _redact(path: Path) -> None:
@@ -170,25 +175,25 @@ def _gpus(key: str, spec: Experiment) -> dict[str, Any]:
     return {key: environment.gpu_state()} if spec.device == "cuda" else {}
 
 
-def _recorded(value: dict[str, Any], folder: Path, number: int | None) -> Unfinished | None:
+def _recorded(result: Result, number: int | None) -> Unfinished | None:
     """Writes the result of a run, whose number in its sweep is None for a single one, and prints it. Returns the run if it has
     rounds still to do."""
-    more = rounds.unfinished(value)
-    if value["config"].get("until_limit"):
-        tally.note_failure(OmegaConf.create(value["config"]), value["status"], value["reason"])
-    share = 1 / value["timing"]["rounds"]["of"] if value.get("timing") else 1.0
-    tally.over(folder.name, None if more else value["status"], share, ran=value.get("experiment") is not None)
+    folder, more = result.folder, result.unfinished
+    if result.config.get("until_limit"):
+        tally.note_failure(OmegaConf.create(result.config), result.status, result.reason)
+    share = 1 / result.timing.rounds.of if result.timing else 1.0
+    tally.over(folder.name, None if more else result.status, share, ran=result.experiment is not None)
     with results.writing(folder):
-        results.write_result(folder, value)
+        results.write_result(result)
         if number is not None:
             _note_sweep(folder.parent)
     if not more:
         from runner import tracker  # few runs need it
 
-        if reason := tracker.track(value, folder):
+        if reason := tracker.track(result):
             display.err.print(escape(reason), soft_wrap=True)
-    _show(Result.of(value, folder), number, more)
-    return Unfinished(number, folder, value) if more and number is not None else None
+    _show(result, number, more)
+    return Unfinished(number, result) if more and number is not None else None
 
 
 def _show(result: Result, number: int | None, more: bool) -> None:
@@ -209,10 +214,10 @@ def _show(result: Result, number: int | None, more: bool) -> None:
 
 def further(earlier: Unfinished) -> Unfinished | None:
     """Does the next round of a run. Returns None if it was the last round, or if it failed."""
-    folder, value, place = earlier.folder, earlier.value, f"run {tally.place(earlier.number)}"
-    done, of = (value["timing"]["rounds"][key] for key in ("done", "of"))
+    result, of = earlier.result, earlier.rounds.of
+    folder, done, value = result.folder, earlier.rounds.done, result.plain()
     spec, started = Experiment.from_plain(value["experiment"]), time.monotonic()
-    outcome = _job(spec, folder, done, of, place)
+    outcome = _job(spec, folder, done, of, f"run {tally.place(earlier.number)}")
     with results.writing(folder):
         if outcome.status == "ok" and outcome.result["status"] == "ok":
             samples = results.read_samples(folder / "samples.parquet")
@@ -222,13 +227,14 @@ def further(earlier: Unfinished) -> Unfinished | None:
             value = rounds.joined(value, samples, outcome.result, environment.period(started))
             value["environment"] |= _gpus("gpus_after", spec)
             results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
+            result = results.result(folder, **value)
         else:
             about = {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
-            value = _failed(outcome, folder, about)
-            value["reason"] = f"in round {done + 1} of {of}: {value['reason']}"
+            result = _failed(outcome, folder, about)
+            result = replace(result, reason=f"in round {done + 1} of {of}: {result.reason}")
             for path in (*folder.glob("*.csv"), folder / "samples.parquet"):  # a failed run has no times
                 path.unlink(missing_ok=True)
-    return _recorded(value, folder, earlier.number)
+    return _recorded(result, earlier.number)
 
 
 def _note_sweep(folder: Path) -> None:
@@ -237,7 +243,7 @@ def _note_sweep(folder: Path) -> None:
     summary.summarize_sweep(folder)
 
 
-def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> dict[str, Any]:
+def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int = 1) -> Result:
     """Runs the experiment, or the first round of a run that takes turns with others, and returns the result, whatever the
     outcome. Writes the run's other files. seed: used if the configuration has none. place: the run's place in its sweep,
     for messages. compared: the number of runs that the sweep compares, including this one."""
@@ -250,7 +256,7 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
         about["environment"] = environment.host() | environment.period(started)
-        return results.result(status=plan.refusal(error), reason=str(error), **about)
+        return results.result(folder, status=plan.refusal(error), reason=str(error), **about)
     surroundings = environment.host() | _gpus("gpus_before", spec)
     surroundings["variables"] = surroundings["variables"] | spec.launch.variables
     if spec.device == "cuda":
@@ -284,17 +290,18 @@ def _job(spec: Experiment, folder: Path, this: int, of: int, place: str) -> Outc
         return pool.call(world_of(spec), "runner.job:run", job, launch.timeout_s, log, progress, fresh=launch.fresh)
 
 
-def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> Result:
     """The result of a run that failed, without times."""
     about = about | {"artifacts": {"log": "run.log"} if (folder / "run.log").exists() else None}
     if outcome.status == "ok":  # a later round that is incorrect
-        return results.result(**about, **{key: outcome.result[key] for key in ("status", "reason", "correctness")})
+        wrong = {key: outcome.result[key] for key in ("status", "reason", "correctness")}
+        return results.result(folder, **about, **wrong)
     if outcome.world_lost:
         about["failure"] = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
     limit, reason = about["experiment"]["launch"]["memory_limit_gb"], outcome.reason
     if outcome.status == "oom" and limit is not None:
         reason = f"{reason} (launch.memory_limit_gb={limit:g})"
-    return results.result(status=outcome.status, reason=reason, **about)
+    return results.result(folder, status=outcome.status, reason=reason, **about)
 
 
 def world_of(spec: Experiment) -> WorldSpec:
@@ -305,10 +312,10 @@ def world_of(spec: Experiment) -> WorldSpec:
     return WorldSpec(spec.world_size, spec.device, *about)
 
 
-def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
+def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> Result:
     """Writes the run's tables and builds its result."""
     with results.writing(folder):
         artifacts = results.write_tables(folder, measured)
     about["environment"] |= measured.pop("environment")
     about["environment"] |= {key: measured.pop(key, None) for key in ("ceilings", "estimate")}
-    return results.result(**about, **measured, artifacts=artifacts)
+    return results.result(folder, **about, **measured, artifacts=artifacts)

@@ -24,7 +24,8 @@ from runner.launch.pool import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import commands, results, terminal
-from runner.output.fields import RankMemory
+from runner.output.fields import Memory
+from runner.output.parsing import parsed
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
 TOKENS = 128  # of a rank: lengths are multiples of it times the world size
@@ -129,7 +130,7 @@ class Search:
         self.row.trials.append(trial)
         if step["status"] != "ok":
             return None
-        ranks = [RankMemory(**rank) for rank in step["memory"]["by_rank"]]
+        ranks = parsed(Memory, step["memory"]).by_rank
         # the allocator's limit leaves symmetric memory out
         held = max((rank.peak_reserved or rank.peak_resident or 0) + rank.symmetric for rank in ranks)
         if self.small.launch.memory_limit_gb is not None and held > int(self.row.limit or 0):

@@ -39,7 +39,7 @@ def _main(options: argparse.Namespace) -> int:
     for sweep in options.sweeps:
         target = options.into / sweep.resolve().name if options.into else sweep
         runs = pack(sweep, target)
-        if unfinished := [run.name for run in runs if run.timing and run.timing.rounds.unfinished]:
+        if unfinished := [run.name for run in runs if run.unfinished]:
             way_out = "resume=true runs them anew"
             print(f"{sweep}: without all their rounds: {', '.join(unfinished)}; {way_out}", file=sys.stderr)
         if options.remove:
@@ -97,9 +97,8 @@ def _runs(sweep: Path) -> list[Result]:
 
 def _results_table(runs: Sequence[Result]) -> pa.Table:
     """The columns of the summary that are not empty, and `result`."""
-    rows = [
-        summary.row(run) | {"result": json.dumps(run.plain, ensure_ascii=False, separators=(",", ":"))} for run in runs
-    ]
+    plain = (json.dumps(reader.stored(run), ensure_ascii=False, separators=(",", ":")) for run in runs)
+    rows = [summary.row(run) | {"result": text} for run, text in zip(runs, plain, strict=True)]
     filled = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     return pa.Table.from_pylist([{key: row[key] for key in filled} for row in rows])
 
@@ -125,7 +124,7 @@ def _verify(runs: Sequence[Result], target: Path) -> None:
     """Raises ValueError where a packed result or table differs from the run's file."""
     packed = reader.packed_results(target)
     for run in runs:
-        if packed.get(run.name) != run.plain:
+        if packed.get(run.name) != reader.stored(run):
             raise ValueError(f"{run.folder}: packed into {target}, its result reads back otherwise")
     for kind, name in TABLES.items():
         path = target / f"{kind}.parquet"

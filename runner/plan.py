@@ -12,7 +12,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 from rich.markup import escape
 
-from runner import environment, rounds
+from runner import environment
 from runner.config import folders, overrides
 from runner.config.experiment import Experiment
 from runner.config.resolve import experiment, identity, key_of, run_name, usable_gpus
@@ -75,7 +75,7 @@ def earlier(folder: Path, key: str) -> Result | None:
 def kept(folder: Path, key: str) -> Result | None:
     """The earlier result of this run where `resume=true` keeps it: it is ok and lacks no rounds."""
     before = earlier(folder, key)
-    return before if before is not None and before.status == "ok" and not rounds.unfinished(before.plain) else None
+    return before if before is not None and before.status == "ok" and not before.unfinished else None
 
 
 @dataclass(frozen=True)

@@ -130,12 +130,6 @@ def _rounds(by_round: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
     return {"done": len(by_round), "of": rounds, "drift": drift, "by_round": by_round}
 
 
-def unfinished(value: Mapping[str, Any]) -> bool:
-    """Whether a result has fewer rounds than its run should have."""
-    rounds = (value.get("timing") or {}).get("rounds")  # missing in results of earlier versions
-    return value["status"] == "ok" and rounds is not None and rounds["done"] < rounds["of"]
-
-
 def joined(
     value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], period: Mapping[str, float]
 ) -> dict[str, Any]:

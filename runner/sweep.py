@@ -58,7 +58,7 @@ def _say_plan(jobs: Sequence[tuple[str, ...]], folder: Path) -> None:
 def _take_turns(runs: Sequence[app.Unfinished]) -> None:
     """Does the other rounds of compared runs, whose first one is done."""
     left: list[app.Unfinished | None] = list(runs)
-    most = max((run.value["timing"]["rounds"]["of"] for run in runs), default=1)
+    most = max((run.rounds.of for run in runs), default=1)
     for this in range(1, most):
         for i in rounds.turns(len(left), this, most):
             run = left[i]

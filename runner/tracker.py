@@ -11,14 +11,13 @@ from runner.output.columns import COLUMNS, row
 from runner.output.record import Result
 
 
-def track(value: dict[str, Any], folder: Path) -> str | None:
-    """Send a result, as `result.json` has it, to the tracker of its configuration. Returns why that failed, in one line, or
-    None."""
-    options = value["config"].get("tracker")
-    if not isinstance(options, dict) or options.get("name") != "mlflow":  # none, or one for which the run was refused
+def track(result: Result) -> str | None:
+    """Send a result to the tracker of its configuration. Returns why that failed, in one line, or None."""
+    options = result.group("tracker")
+    if options.get("name") != "mlflow":  # none, or one for which the run was refused
         return None
     try:
-        _log(Result.of(redacted(value), folder), options, Path(value["config"]["output"]))
+        _log(Result.of(redacted(result.plain()), result.folder), options)
         return None
     except ImportError as error:
         why = f"not installed ({error}); pip install -e '.[mlflow]'"
@@ -34,17 +33,16 @@ def columns(result: Result) -> tuple[dict[str, Any], dict[str, float]]:
     return {key: x for key, x in known.items() if key not in measured}, {key: float(known[key]) for key in measured}
 
 
-def _log(result: Result, options: dict[str, Any], output: Path) -> None:
+def _log(result: Result, options: dict[str, Any]) -> None:
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(options["uri"] or f"sqlite:///{output.absolute() / 'mlflow.db'}")
+    client = MlflowClient(options["uri"] or f"sqlite:///{Path(result.config['output']).absolute() / 'mlflow.db'}")
     experiment = client.get_experiment_by_name(options["experiment"])
     number = experiment.experiment_id if experiment else client.create_experiment(options["experiment"])
-    environment = result.plain["environment"]
-    begin = int(1000 * environment["started_at"])
-    end = begin + int(1000 * environment["seconds"])
-    commit = (environment.get("git") or {}).get("commit")
-    tags = {"key": result.key, "host": environment.get("host"), "commit": commit, "folder": str(result.folder)}
+    about = result.environment
+    begin, end = (int(1000 * at) for at in (about.started_at, about.started_at + about.seconds))
+    commit = about.git and about.git.commit
+    tags = {"key": result.key, "host": about.host, "commit": commit, "folder": str(result.folder)}
     run = client.create_run(number, start_time=begin, run_name=result.name, tags=tags).info.run_id
     parameters, metrics = columns(result)
     for key, value in parameters.items():

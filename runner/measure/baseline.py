@@ -34,8 +34,9 @@ def measure(me: Rank, spec: Experiment, metric_fields: Fields, expected_s: float
 def _timed(work: Workload, expected_s: float) -> Fields:
     """`kernel`, the number of `samples`, and `passes`: the median of each in ms."""
     passes = timing.measure(work, expected_s, "baseline")[0]["timing"]["passes"]
-    medians = {which: times["median"] for which, times in passes.items()}
-    return {"kernel": work.report()["kernel"], "samples": passes["forward"]["n"], "passes": medians}
+    medians, spreads = ({which: times[key] for which, times in passes.items()} for key in ("median", "iqr_over_median"))
+    about = {"kernel": work.report()["kernel"], "samples": passes["forward"]["n"]}
+    return about | {"passes": medians, "iqr_over_median": spreads}
 
 
 def _dense(me: Rank, spec: Experiment, expected_s: float) -> Fields:

@@ -45,15 +45,16 @@ class Column:
     wrapped: bool = False
 
     def text(self, row: dict[str, Any]) -> str:
-        """The cell of a row; a time has as many digits as its noise leaves, and `!` where it is noisy."""
+        """The cell of a row; a time, or a ratio of times, has as many digits as its noise leaves, and `!` where it is noisy."""
         value = row.get(self.key)
         if value is None:
             return ""
-        iqr = row.get(f"{self.key.removesuffix('_ms')}_iqr")
-        if iqr is None or not self.key.endswith("_ms"):
-            return gib(value) if self.format == "bytes" else self.format.format(value)
-        noisy = iqr > NOISY
-        return f"{digits(value, noisy)}{'!' if noisy else ''}"
+        time = row.get(f"{self.key.removesuffix('_ms')}_iqr") if self.key.endswith("_ms") else None
+        spreads = [row.get(key) for key in ("total_iqr" if row.get("total_ms") else "forward_iqr", "baseline_iqr")]
+        noisy = (time or 0.0) > NOISY or (self.key == "speedup" and max(iqr or 0.0 for iqr in spreads) > NOISY)
+        if time is not None or noisy:
+            return f"{digits(value, noisy)}{'!' if noisy else ''}"
+        return gib(value) if self.format == "bytes" else self.format.format(value)
 
     def of(self, result: Result) -> Any:
         return self.value(result) if callable(self.value) else _at(result, self.value or f"asked.{self.key}")
@@ -68,7 +69,7 @@ def _at(value: Any, path: str) -> Any:
 
 def _used(result: Result, key: str) -> str | None:
     """The kernel or transport that ran, not `auto`."""
-    name: str | None = getattr(result.chosen or result.experiment or result.asked, key)
+    name: str | None = getattr(result.chosen or result.asked, key)
     return None if name == "auto" else name
 
 
@@ -187,6 +188,7 @@ COLUMNS = (
     _measured("first_loss", "first loss", "{:.3f}", "model.first_loss", OnPage("first loss", "number", shown=False)),
     _measured("loss", "loss", "{:.3f}", "model.loss", OnPage("last loss", "number", "lower", False)),
     _measured("baseline_ms", "baseline ms", "{:.3f}", lambda run: _last(run, "baseline.passes") if run.gain else None, drop=13),
+    _measured("baseline_iqr", "", "", lambda run: _last(run, "baseline.iqr_over_median")),
     _measured("speedup", "speedup", "{:.2f}", lambda run: _gain(run, 0), OnPage("speedup", "number", "higher"), drop=14),
     _measured("efficiency", "eff.", "{:.0%}", lambda run: _gain(run, 1), OnPage("efficiency", "percent", "higher"), drop=15),
     _measured("flops", "", "", lambda run: _last(run, "metrics.flops")),

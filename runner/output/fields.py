@@ -1,21 +1,21 @@
-"""The parts of a result, as in result.json, whose other fields no module reads. Times are in ms, memory in bytes. A
-field that a run may lack is None or empty."""
+"""The parts of a result, as in result.json and as the program holds them. Times are in ms, memory in bytes. A field that a run
+may lack is None or empty. A new fact of a result is its field here, or in `record`, and the line that measures it."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, dataclass_transform
 
 from attention import masks
 from attention.masks.mask import short
 from runner.environment import commit_text
-from runner.measure.statistics import PassTimes
+from runner.measure.statistics import NOISY, PassTimes
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+@dataclass_transform(frozen_default=True, kw_only_default=True)
 class Part:
-    """Every subclass is a frozen dataclass whose fields are given by name."""
+    """Every subclass is a frozen dataclass whose fields are given by name, and made by `parsing.parsed`."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True, kw_only=True)(cls)
@@ -23,7 +23,7 @@ class Part:
 
 class NamedMask(Part):
     name: str
-    parameters: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Any]
 
     @property
     def text(self) -> str:
@@ -42,45 +42,13 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-class Workload(Part):
-    batch: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    seq_len: int
-    causal: bool
-    window: tuple[int, int]
-    dtype: str
-    q_len: int | None = None
-    seqlens: list[int] | None = None
-    named_mask: NamedMask | None = None
-    v_head_dim: int | None = None
-    scale: float | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    kv_lengths: list[int] | None = None
-    prefix: int | None = None
-
-
 class Method(Part):
     """The settings of the timing: its method, and the forwards and backwards in a sample (`layers`)."""
 
-    method: str | None = None
+    method: str | None
     layers: int = 1
     autograd_thread: bool = False
     new_packs: bool = False
-
-
-class Experiment(Part):
-    workload: Workload
-    options: dict[str, Any] = field(default_factory=dict)
-    world_size: int
-    device: str
-    kernel: str
-    transport: str
-    timing: Method
-    mode: str | None = None
-    seed: int | None = None
 
 
 class Chosen(Part):
@@ -89,21 +57,27 @@ class Chosen(Part):
 
     kernel: str
     transport: str
-    note: str | None = None
-    passed_over: dict[str, str] = field(default_factory=dict)
-    settings_ms: dict[str, float] = field(default_factory=dict)  # the fastest first
-    variant: str | None = None
+    note: str | None
+    passed_over: dict[str, str]
+    settings_ms: dict[str, float]  # the fastest first
+    settings_left_out: dict[str, str]
+    variant: str | None
+    options: dict[str, Any]
     graphs: bool = False
-    why: str | None = None
+    why: str | None
+    tried_ms: dict[str, float]
+    left_out: dict[str, str]
 
 
 class Git(Part):
-    commit: str | None = None
-    dirty: bool | None = None  # None: unknown
+    commit: str | None
+    dirty: bool | None  # None: unknown
+    source: str | None
 
 
 class Range(Part):
     min: float
+    median: float | None
     max: float
 
 
@@ -111,40 +85,66 @@ class Sampled(Part):
     """A GPU (`device` is its UUID) or a node's CPU while it was timed."""
 
     device: str
-    sm_mhz: Range | None = None
-    throttle_reasons: list[str] = field(default_factory=list)
+    samples: int | None
+    sm_mhz: Range | None
+    memory_mhz: Range | None
+    power_w: Range | None
+    temperature_c: Range | None
+    throttle_reasons: list[str]
+    load: Range | None
+    mhz: Range | None
+    running: Range | None
 
 
 class During(Part):
-    by_device: list[Sampled] = field(default_factory=list)
+    by_device: list[Sampled]
+    period_ms: float | None
+    unavailable: str | None
 
 
-class Gpu(Part):
-    name: str | None = None
-    uuid: str | None = None
-    driver_version: str | None = None
+class Ceilings(Part):
+    """The rates measured on a machine."""
+
+    matmul_tflops: float | None
+    copy_gb_s: float | None
+    link_gb_s: float | None
+    measured_at: float | None
+    source: str | None
 
 
 class Environment(Part):
     started_at: float = 0.0  # Unix time
-    argv: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
-    host: str | None = None
-    machine_id: str | None = None
-    platform: str | None = None
-    python: str | None = None
-    cpu: str | None = None
-    cores: int | None = None
-    packages: dict[str, Any] = field(default_factory=dict)
-    variables: dict[str, Any] = field(default_factory=dict)
-    git: Git | None = None
-    gpus_before: list[Gpu] = field(default_factory=list)
-    during: During = field(default_factory=During)
-    gpu: str | None = None
-    torch: str | None = None
-    cuda: str | None = None
-    nccl: str | None = None
-    cudnn: int | None = None
+    seconds: float = 0.0
+    argv: list[str]
+    overrides: list[str]
+    host: str | None
+    machine_id: str | None
+    boot_id: str | None
+    platform: str | None
+    python: str | None
+    cpu: str | None
+    cores: int | None
+    memory_bytes: int | None
+    packages: dict[str, Any]
+    variables: dict[str, Any]
+    git: Git | None
+    topology: str | None
+    gpus_before: list[dict[str, str]]  # the fields of nvidia-smi
+    gpus_after: list[dict[str, str]]
+    during: During
+    ceilings: Ceilings
+    estimate: dict[str, float]
+    stage_seconds: dict[str, float]
+    gpu: str | None
+    gpu_uuid: str | None
+    gpu_memory_bytes: int | None
+    compute_capability: str | None
+    multiprocessors: int | None
+    torch: str | None
+    threads: int | None
+    cuda: str | None
+    nccl: str | None
+    cudnn: int | None
 
     @property
     def commit(self) -> str:
@@ -153,40 +153,55 @@ class Environment(Part):
 
 
 class TensorError(Part):
-    rel_l2: float | None = None
-    max_abs: float | None = None
-    local_rel_l2: float | None = None
-    ratio_to_local: float | None = None
-    worst_row: float | None = None  # in units of the row's scale
+    rel_l2: float | None
+    max_abs: float | None
+    gain: float | None
+    local_rel_l2: float | None
+    local_worst_row: float | None
+    ratio_to_local: float | None
+    worst_row: float | None  # in units of the row's scale
+    worst_row_at: dict[str, int]
 
 
-class Check(Part):
-    checked: bool | None = None  # of the LSE
-    passed: bool | None = None  # of the outputs that the last timed iteration left
-    why: str | None = None  # why it was not checked
+class LseError(TensorError):
+    checked: bool | None
+    why: str | None  # why it was not checked
+
+
+class Timed(Part):
+    """The outputs of the timed iterations against the checked ones: errors by output, or why there are none."""
+
+    passed: bool | None
+    why: str | None
+    last: dict[str, Any]
+    negated: dict[str, Any]
+    new_pack: dict[str, Any]
 
 
 class Correctness(Part):
-    passed: bool | None = None
-    tensors: dict[str, TensorError] = field(default_factory=dict)
-    lse: Check = field(default_factory=Check)
-    timed: Check = field(default_factory=Check)
-    reference: str | None = None
+    passed: bool | None
+    why: str | None
+    tensors: dict[str, TensorError]
+    new_pack: dict[str, TensorError]
+    lse: LseError
+    timed: Timed
+    reference: str | None
+    kernel: str | None
     checked_share: float = 1.0
+    tolerance: dict[str, float]
 
 
 class DoBench(Part):
     ours_ms: float
     do_bench_ms: float
-
-
-class Counted(Part):
-    memory_read_bytes: float | None = None
-    l2_read_bytes: float | None = None
+    ours_turns_ms: list[float]
+    do_bench_turns_ms: list[float]
 
 
 class Counters(Part):
-    passes: dict[str, Counted] = field(default_factory=dict)
+    tool: str | None
+    unavailable: str | None
+    passes: dict[str, dict[str, Any]]
 
 
 class Rounds(Part):
@@ -194,57 +209,67 @@ class Rounds(Part):
 
     done: int = 1
     of: int = 1
+    drift: dict[str, float]
+    by_round: list[dict[str, Any]]
 
     @property
     def text(self) -> str | None:
         """Which rounds there are, for a run that lacks some."""
         return f"{self.done} of {self.of}" if self.done < self.of else None
 
-    @property
-    def unfinished(self) -> str | None:
-        return f"round {self.text}" if self.text else None
-
 
 class Timing(Part):
     passes: dict[str, PassTimes]
+    by_rank: list[dict[str, PassTimes]]
+    unit: str = "ms"
     method: str = ""
-    warmup_iterations: int | None = None
-    back_to_back_ms: float | None = None
-    no_ci95: str | None = None
+    flush_l2: bool | None
+    layers: int = 1
+    new_packs: bool = False
+    warmup_iterations: int | None
+    warmup_settled: bool | None
+    back_to_back_ms: float | None
+    precision_met: bool | None
+    no_ci95: str | None
     overhead_ms: float = 0.0  # the time measured for an empty region
     overhead_share: float = 0.0  # of the shortest pass
     overhead_high: bool = False
-    do_bench: dict[str, DoBench] = field(default_factory=dict)
-    counters: Counters | None = None
-    rounds: Rounds = field(default_factory=Rounds)
+    do_bench: dict[str, DoBench]
+    counters: Counters | None
+    rounds: Rounds
 
 
 class PassMetrics(Part):
     tflops_per_device: float
-    tokens_per_s: float | None = None
-    limited_by: str | None = None
-    sol: float | None = None  # the limit's time over the measured time
-    no_sol: str | None = None  # why there is no sol
-    mfu: float | None = None  # of a model: its FLOP/s over the rate of a matrix product
-    memory_bytes: int | None = None  # the fewest that a rank's kernels move, of the rank with most
-    bytes_received_by_rank: list[dict[str, int]] | None = None  # None for an external package
+    tokens_per_s: float | None
+    received_gb_s: float | None
+    limit_ms: float | None
+    limited_by: str | None
+    sol: float | None  # the limit's time over the measured time
+    no_sol: str | None  # why there is no sol
+    mfu: float | None  # of a model: its FLOP/s over the rate of a matrix product
+    memory_bytes: int | None  # the fewest that a rank's kernels move, of the rank with most
+    bytes_received_by_rank: list[dict[str, int]] | None  # None for an external package
 
     @property
     def received(self) -> int | None:
         """Bytes of the rank that receives most."""
         by_rank = self.bytes_received_by_rank
-        return max(sum(found.values()) for found in by_rank) if by_rank else None
+        return max(sum(parts.values()) for parts in by_rank) if by_rank else None
 
 
 class Metrics(Part):
     passes: dict[str, PassMetrics]
-    kv_bytes_read_by_rank: list[int] = field(default_factory=list)
-    flops: dict[str, int] = field(default_factory=dict)  # of all ranks, by pass
-    dense_flops: dict[str, int] = field(default_factory=dict)  # of dense attention in the mask's direction
-    connections: int | None = None  # (query, key) pairs of a head and batch element
-    density: float | None = None  # of all queries times all keys
-    sparsity_ratio: float | None = None  # the share that the mask removes from dense attention in its direction
-    mask_build_ms: float | None = None  # to build the mask and cut it for a rank; None for masks that are not cut
+    tokens: int | None
+    flops_forward_by_rank: list[int]
+    matmul_tflops: float | None
+    kv_bytes_read_by_rank: list[int]
+    flops: dict[str, int]  # of all ranks, by pass
+    dense_flops: dict[str, int]  # of dense attention in the mask's direction
+    connections: int | None  # (query, key) pairs of a head and batch element
+    density: float | None  # of all queries times all keys
+    sparsity_ratio: float | None  # the share that the mask removes from dense attention in its direction
+    mask_build_ms: float | None  # to build the mask and cut it for a rank; None for masks that are not cut
 
     @property
     def kv_read_bytes(self) -> int | None:
@@ -256,9 +281,11 @@ class Model(Part):
     """loss_curve: the loss of every training step, from the first one on."""
 
     name: str
+    text: str | None
     parameters: int
+    matrix_parameters: int | None
     parameter_bytes: int
-    loss_curve: list[float] = field(default_factory=list)
+    loss_curve: list[float]
 
     @property
     def first_loss(self) -> float | None:
@@ -273,10 +300,10 @@ class Model(Part):
 class RankMemory(Part):
     """`peak_allocated` and `peak_reserved` are those of a GPU, `peak_resident` that of a process on a CPU."""
 
-    peak_allocated: int | None = None
-    peak_reserved: int | None = None
-    peak_resident: int | None = None
-    free: int | None = None  # what PyTorch could still have after the run
+    peak_allocated: int | None
+    peak_reserved: int | None
+    peak_resident: int | None
+    free: int | None  # what PyTorch could still have after the run
     symmetric: int = 0
     graphs: int = 0
     inputs: int = 0
@@ -294,11 +321,13 @@ class Memory(Part):
 class Energy(Part):
     """Of an iteration, over all GPUs; None where their counters could not be read, with the reason."""
 
-    watts_by_rank: list[float] = field(default_factory=list)
-    joules: float | None = None
-    joules_per_token: float | None = None
-    tflops_per_watt: float | None = None
-    unavailable: str | None = None
+    watts_by_rank: list[float]
+    seconds: float | None
+    calls: int | None
+    joules: float | None
+    joules_per_token: float | None
+    tflops_per_watt: float | None
+    unavailable: str | None
 
 
 class Baseline(Part):
@@ -306,38 +335,47 @@ class Baseline(Part):
     pass. The efficiency against dense attention is the speedup over the ratio of FLOPs."""
 
     kind: str = "single"  # or dense
-
-    passes: dict[str, float] = field(default_factory=dict)
-    speedup: dict[str, float] = field(default_factory=dict)
-    efficiency: dict[str, float] = field(default_factory=dict)
+    kernel: str | None
+    samples: int | None
+    passes: dict[str, float]
+    iqr_over_median: dict[str, float]  # of the baseline's times
+    speedup: dict[str, float]
+    efficiency: dict[str, float]
     extrapolated: bool = False
-    measured_seq_len: int | None = None
-    unsupported: str | None = None
+    measured_seq_len: int | None
+    unsupported: str | None
+
+    def noisy(self, which: str) -> bool:
+        """Whether the baseline's times of a pass are noisy."""
+        return self.iqr_over_median.get(which, 0.0) > NOISY
 
 
 class Phase(Part):
     """ms: the mean of the middle half of the iterations, by length of the pass; the others are of all iterations."""
 
-    ms: float | None = None  # the oldest results have a median only
-    share: float | None = None
-    mean_ms: float | None = None
-    deviation_ms: float | None = None
-    total_ms: float | None = None
-    by_rank_ms: list[float] = field(default_factory=list)
+    ms: float | None  # the oldest results have a median only
+    share: float | None
+    median_ms: float | None
+    mean_ms: float | None
+    deviation_ms: float | None
+    total_ms: float | None
+    by_rank_ms: list[float]
 
 
 class PassPhases(Part):
     exposed_communication_ms: float
-    rank: int | None = None
-    iterations: int | None = None
+    rank: int | None
+    iterations: int | None
     total_ms: float = 0.0
     compute_ms: float = 0.0
     compute_share: float = 0.0
     communication_share: float = 0.0
     other_ms: float = 0.0
     other_share: float = 0.0
+    compute_by_rank_ms: list[float]
+    exposed_by_rank_ms: list[float]
     skew: float = 0.0
-    phases: dict[str, Phase] = field(default_factory=dict)
+    phases: dict[str, Phase]
 
 
 class Clocks(Part):
@@ -348,20 +386,29 @@ class Clocks(Part):
 
 
 class Comm(Part):
-    clocks: Clocks | None = None  # older versions recorded none
+    transport: str | None
+    bytes_received_by_rank: list[dict[str, dict[str, int]]]
+    clocks: Clocks | None  # older versions recorded none
 
 
 class Failure(Part):
-    """What a lost world left: the end of the log of the rank that failed first."""
+    """What a lost world left: the rank that failed first, its phase, and the end of its log."""
 
-    log_tail: list[str] = field(default_factory=list)
+    rank: int | None
+    phase: str | None
+    log_tail: list[str]
 
 
 class RankProfile(Part):
     """An iteration under the profiler."""
 
+    stretch_ms: float | None
     compute_ms: float
     communication_ms: float
+    overlapped_ms: float | None
+    overlapped_share: float | None
     exposed_communication_ms: float
     idle_ms: float
+    waits_known: bool | None
+    runs: int | None
     kernels_left_out: int = 0  # of kernel_times.csv

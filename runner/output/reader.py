@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runner.output.parsing import decoded
-from runner.output.record import NewerSchema, Result
+from runner.output.parsing import NewerSchema, decoded
+from runner.output.record import Result
 from runner.reading import read_parquet, read_text
 
 RESULT, PACKED = "result.json", "results.parquet"
@@ -51,11 +51,20 @@ def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[U
         if isinstance(packed, UnreadableFile):
             read.append(packed)
         else:
-            read += [_read(path, path.parent / name, text, name) for name, text in packed.items()]
+            read += [_read(path, path.parent / name, text) for name, text in packed.items()]
     paths = folder.rglob(RESULT) if below else [*folder.glob(RESULT), *folder.glob(f"*/{RESULT}")]
     read += [_read(path, path.parent) for path in sorted(paths)]
     found = {one.folder.resolve(): one for one in read if isinstance(one, Result)}
     return [found[key] for key in sorted(found)], [one for one in read if isinstance(one, UnreadableFile)]
+
+
+def stored(run: Result) -> dict[str, Any]:
+    """The JSON of a run's file, which may have more than `run.plain` if an earlier version wrote it. Raises ValueError and
+    OSError."""
+    path = run.folder / RESULT
+    if path.exists():
+        return json.loads(read_text(path))  # type: ignore[no-any-return]
+    return packed_results(run.folder.parent)[run.name]
 
 
 def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
@@ -72,28 +81,19 @@ _reported: set[str] = set()
 
 def report_problems(problems: Iterable[UnreadableFile]) -> None:
     """Print a line each on stderr, each only once in a process."""
-    for problem in problems:
-        if str(problem) not in _reported:
-            _reported.add(str(problem))
-            print(problem, file=sys.stderr)
+    for text in map(str, problems):
+        if text not in _reported:
+            _reported.add(text)
+            print(text, file=sys.stderr)
 
 
-def _read(path: Path, folder: Path, text: str | None = None, run: str = "") -> Result | UnreadableFile:
-    """The result in `text`, or else in the file `path`."""
-    newer = False
+def _read(path: Path, folder: Path, text: str | None = None) -> Result | UnreadableFile:
+    """The result in `text`, that of a run in the packed sweep `path`, or else in the file `path`."""
     try:
         return Result.of(decoded(read_text(path) if text is None else text), folder)
-    except RecursionError:
-        why = "nested too deep"
-    except json.JSONDecodeError as error:
-        why = f"is no JSON ({error})" if path.name == PACKED or path.stat().st_size else "is empty"
-    except UnicodeDecodeError:
-        why = "is no text"
-    except OSError as error:
-        why = f"could not be read ({error.strerror})"
-    except ValueError as error:
-        why, newer = str(error), isinstance(error, NewerSchema)
-    return UnreadableFile(path, f"run {run}: {why}" if run else why, newer)
+    except (OSError, ValueError, RecursionError) as error:
+        why, newer = " ".join(str(error).split()), isinstance(error, NewerSchema)
+        return UnreadableFile(path, why if text is None else f"run {folder.name}: {why}", newer)
 
 
 def _packed(path: Path) -> dict[str, str] | UnreadableFile:

@@ -10,15 +10,12 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from runner.config.values import CannotWrite, redacted
 from runner.output.reader import RESULT
-from runner.output.record import SCHEMA_VERSION, STATUSES, Result
-
-FIELDS = [field.name for field in fields(Result) if field.name not in ("plain", "folder")]
+from runner.output.record import SCHEMA_VERSION, Result
 
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"]
 KERNEL_TIME_COLUMNS = ["rank", "pass", "kernel", "kind", "start_ms", "stop_ms"]
@@ -63,19 +60,16 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def result(**values: Any) -> dict[str, Any]:
-    """The JSON of a result: every field of the schema, None for those that are not given."""
-    unknown = set(values) - set(FIELDS)
-    assert not unknown, f"{unknown} not in the result schema"
-    assert values["status"] in STATUSES, values["status"]
-    values["reason"] = redacted(values.get("reason"))  # which is printed, too
-    return {"schema_version": SCHEMA_VERSION, **{name: values.get(name) for name in FIELDS[1:]}}
+def result(folder: Path | None = None, **values: Any) -> Result:
+    """The result of a run: these fields, and the others empty. Raises ValueError for one that a result lacks."""
+    reason = redacted(values.get("reason"))  # which is printed, too
+    return Result.of(json.loads(json.dumps(values | {"schema_version": SCHEMA_VERSION, "reason": reason})), folder)
 
 
-def write_result(folder: Path, value: dict[str, Any]) -> None:
-    """Write result.json, without secrets. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / RESULT, json.dumps(finite(redacted(value)), indent=1) + "\n")
+def write_result(result: Result) -> None:
+    """Write result.json into the run's folder, without secrets. Raises OSError."""
+    result.folder.mkdir(parents=True, exist_ok=True)
+    write_text(result.folder / RESULT, json.dumps(finite(redacted(result.plain())), indent=1) + "\n")
 
 
 def finite(value: Any) -> Any:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any
+from textwrap import fill
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.measure import Measurement
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 GAP = 2  # between the columns of `new_table`
@@ -39,59 +39,62 @@ def fit(table: Table, width: int, words: Collection[str] = (), drop: Sequence[st
     Columns of `drop` are left out until the rest fits: first those with the same cell in all rows, then in the order of
     `drop`. The cells of the columns in `words` wrap at spaces; other cells are never broken, even where the table stays
     too wide."""
-    columns = [(str(c.header), c.justify, [str(cell) for cell in c.cells]) for c in table.columns]
-    same = [title for title, _, cells in columns if title in drop and len(cells) > 1 and len(set(cells)) == 1]
+    widths = {str(column.header): _widths(column, str(column.header) in words) for column in table.columns}
+    cells = {str(column.header): {*column.cells} for column in table.columns}
+    same = [title for title in drop if len(cells.get(title, ())) == 1 < table.row_count]
     dropped: list[str] = []
     for title in [*same, *(title for title in drop if title not in same)]:
-        if sum(least + GAP for least, _ in _widths(columns, words)) <= width:
-            break
-        if any(title == column[0] for column in columns):
+        if title in widths and sum(least + GAP for least, _ in widths.values()) > width:
+            del widths[title]
             dropped.append(title)
-            columns = [column for column in columns if column[0] != title]
-    widths = _widths(columns, words)
-    spare = width - sum(least + GAP for least, _ in widths)
-    fitted = new_table(str(table.title) if table.title else None)
+    spare = max(0, width - sum(least + GAP for least, _ in widths.values()))
+    wanted = max(1, sum(most - least for least, most in widths.values()))
+    fitted, kept = (
+        new_table(str(table.title) if table.title else None),
+        [column for column in table.columns if column.header in widths],
+    )
     fitted.leading = table.leading
-    wanted = [most - least for least, most in widths]
-    for (title, justify, _), (least, _), more in zip(columns, widths, wanted, strict=True):
-        share = min(more, max(0, spare) * more // max(1, sum(wanted)))
-        fitted.add_column(title, justify=justify, width=least + share, overflow="fold")
-    for row in zip(*(cells for *_, cells in columns), strict=True):
+    for column in kept:
+        least, most = widths[str(column.header)]
+        share = min(most - least, spare * (most - least) // wanted)
+        fitted.add_column(column.header, justify=column.justify, width=least + share, overflow="fold")
+    for row in zip(*(column.cells for column in kept), strict=True):
         fitted.add_row(*row)
     return fitted, dropped
 
 
-def _widths(columns: Sequence[tuple[str, Any, list[str]]], words: Collection[str]) -> list[tuple[int, int]]:
-    """The smallest and the largest useful width of each column; titles may wrap between words."""
-    found = []
-    for title, _, cells in columns:
-        lines = [line for cell in cells for line in Text.from_markup(cell).plain.splitlines()]
-        whole = max((cell_len(line) for line in lines), default=0)
-        least = whole
-        if title in words:
-            least = min(LONGEST_WORD, max((cell_len(word) for line in lines for word in line.split()), default=0))
-        least = max(least, max((cell_len(word) for word in title.split()), default=0))
-        found.append((least, max(least, whole, cell_len(title))))
-    return found
+def _widths(column: Column, words: bool) -> tuple[int, int]:
+    """The smallest and the largest useful width of a column; titles may wrap between words, cells where they are words."""
+    lines = [line for cell in column.cells for line in Text.from_markup(str(cell)).plain.splitlines()]
+    whole = max(map(cell_len, lines), default=0)
+    longest = max((cell_len(word) for line in lines for word in line.split()), default=0)
+    title = str(column.header)
+    least = max(min(LONGEST_WORD, longest) if words else whole, *map(cell_len, ["", *title.split()]))
+    return least, max(least, whole, cell_len(title))
 
 
 def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) -> list[str]:
     """Print a table fitted to the terminal; returns the titles of the columns that were left out. No number is ever
     cut: a table that is still too wide continues in the terminal's next line."""
-    fitted, dropped = fit(table, out.width, words, drop)
-    needed = Measurement.get(out, out.options.update(max_width=10_000), fitted).maximum
+    table, dropped = fit(table, out.width, words, drop)
+    needed = Measurement.get(out, out.options.update(max_width=10_000), table).maximum
     console = out if needed <= out.width else Console(width=needed, height=25, highlight=False)
     with console.capture() as captured:
-        console.print(fitted)
+        console.print(table)
     lines = (line.rstrip() for line in captured.get().splitlines())
     out.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
     return dropped
 
 
+def note(text: str) -> None:
+    """Print a sentence in lines that fit."""
+    out.print(fill(text, out.width), soft_wrap=True, markup=False)
+
+
 def note_dropped(dropped: Sequence[str], where: str) -> None:
     """Name the columns that were left out; `where` ends the line with where to find them."""
     if dropped:
-        out.print(f"too narrow here for {', '.join(dropped)}{where}")
+        note(f"too narrow here for {', '.join(dropped)}{where}")
 
 
 def print_rows(

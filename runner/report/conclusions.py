@@ -10,7 +10,7 @@ from statistics import median
 
 from runner.measure.statistics import NOISY as NOISY_IQR
 from runner.report.comparison import by_workload, comparable
-from runner.report.fair import by_time, even, origins, tied
+from runner.report.fair import by_time, origins, tied
 from runner.report.labels import labels
 from runner.report.runs import FACTS, WORKLOAD, Run, latest
 from runner.report.table import counted, fact
@@ -23,8 +23,6 @@ BOUNDS = (
     "communication-bound: compute waits for communication",
     "bound by CPU launch overhead and gaps: these take",
 )
-RATES = {"communication": "link"}
-HOLDS = 0.05  # a phase below this share of the time holds nothing back
 
 
 @dataclass(frozen=True)
@@ -34,23 +32,22 @@ class Case:
     runs: list[Run]
     which: str
 
-    def ratio(self, other: Run, first: Run) -> float:
-        """The time of `other` over that of `first`."""
-        return (other.ms(self.which) or 0.0) / (first.ms(self.which) or 1.0)
+    @property
+    def ratio(self) -> float:
+        """The time of the second over that of the first."""
+        first, second = (run.ms(self.which) or 0.0 for run in self.runs[:2])
+        return second / first
 
 
 def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str]]:
-    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds it and
-    holds it back, how noisy the times are, and what failed."""
-    compared, named = cases(runs, which), labels(runs)
+    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds the runs,
+    how noisy the times are, and what failed."""
+    compared = cases(runs, which)
     failed = sum(run.status != "ok" for run in runs)
     rules = {
         "fastest": fastest(compared, labels(runs, without={"timing"})),
-        "external": against_external(compared),
         "bound by": bound(runs),
-        "limit": limit([case.runs[0] for case in compared] or [run for run in runs if run.ok]),
-        "held back by": held_back(runs, named),
-        "noise": noise(runs, named, which),
+        "noise": noise(runs, labels(runs), which),
         "failures": [f"{failed} of {counted(len(runs), 'run')} failed or could not be done."] if failed else [],
     }
     return {about: texts for about, texts in rules.items() if texts}
@@ -76,28 +73,12 @@ def fastest(compared: Sequence[Case], named: dict[Run, str]) -> list[str]:
     for names, where in sorted(first.items(), key=lambda item: -len(item[1])):
         who, at = _listed(names, MOST), _at(where, compared)
         if len(names) == 1:
-            ratios = _range([case.ratio(case.runs[1], case.runs[0]) for case in where], ".2f")
+            ratios = _range([case.ratio for case in where], ".2f")
             ahead.append(f"{who} is the fastest {at}: the next takes {ratios} times as long.")
         else:
             level.append(f"{who} cannot be told apart {at}: the spreads of their medians overlap.")
     more = "variants are the fastest of some comparison", "groups are even in some comparison"
     return _cut(ahead, more[0]) + _cut(level, more[1])
-
-
-def against_external(compared: Sequence[Case]) -> list[str]:
-    """The fastest external package against the fastest of ours, both launched without CUDA graphs."""
-    ratios, ties, where = [], 0, []
-    for case in compared:
-        launched = {run.external: run for run in reversed(case.runs) if run.graphs is False}  # the fastest of each side
-        if len(launched) == 2:
-            ratios.append(case.ratio(launched[True], launched[False]))
-            ties += even(launched[True], launched[False], case.which)
-            where.append(case)
-    if not ratios:
-        return []
-    but = f"; the spreads overlap{f' in {ties}' if len(where) > 1 else ''}" if ties else ""
-    times, at = _range(ratios, ".2f"), _at(where, compared)
-    return [f"The fastest external package takes {times} times as long as the fastest of ours {at}{but}."]
 
 
 def shares(run: Run) -> list[float]:
@@ -126,36 +107,6 @@ def bound(runs: Iterable[Run]) -> list[str]:
     return lines
 
 
-def limit(best: Iterable[Run]) -> list[str]:
-    """How near the fastest runs come to the rates that were measured on this machine."""
-    by: dict[str, list[float]] = defaultdict(list)
-    for run in best:
-        metrics = run.result.last_metrics
-        if metrics and metrics.sol and metrics.limited_by:
-            by[RATES.get(metrics.limited_by, metrics.limited_by)].append(metrics.sol)
-    lines = []
-    for rate, sols in by.items():
-        who = "The fastest run works" if len(sols) == 1 else f"The {len(sols)} fastest runs work"
-        above = " Above 100%: the measured rate is too low." if max(sols) > 1.05 else ""
-        lines.append(f"{who} at {_range(sols, '.0%')} of the {rate} rate that was measured on this machine.{above}")
-    return lines
-
-
-def held_back(runs: Iterable[Run], named: dict[Run, str]) -> list[str]:
-    """The two largest parts of the time that are not compute, each in the run where it is largest."""
-    worst: dict[str, tuple[float, str]] = {}
-    for run in runs:
-        for which, phases in run.result.phases.items() if run.ok else ():
-            waits = {name: phase.share or 0.0 for name, phase in phases.phases.items() if name.startswith("wait_")}
-            parts = {f"waiting for {name.removeprefix('wait_')} ({name})": share for name, share in waits.items()}
-            if phases.total_ms and phases.other_ms:
-                parts["launch overhead and gaps"] = 1 - phases.compute_share - phases.communication_share
-            for name, share in parts.items():
-                if share > worst.get(name, (HOLDS,))[0]:
-                    worst[name] = share, f"{name}: up to {share:.0%} of the {which}, in {_run(run, named)}."
-    return [text for _, text in sorted(worst.values(), key=lambda part: -part[0])[:2]]
-
-
 def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
     """How noisy the times are, and which run is worst."""
     timed = {run: times for run in runs if run.ok and (times := run.times(which)) and times.n > 1}
@@ -163,9 +114,13 @@ def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
     lines = []
     if noisy:
         worst = max(noisy, key=lambda run: timed[run].iqr_over_median)
+        who, where = (
+            f"{len(noisy)} of {counted(len(timed), 'timed run')}",
+            f"S {fact(worst, 'seq_len')}, W {worst.world_size}",
+        )
         lines.append(
-            f"{len(noisy)} of {counted(len(timed), 'timed run')} {'is' if len(noisy) == 1 else 'are'} noisy: the interquartile "
-            f"range is above {NOISY_IQR:.0%} of the median, at most {timed[worst].iqr_over_median:.0%} in {_run(worst, named)}."
+            f"{who} {'is' if len(noisy) == 1 else 'are'} noisy: the interquartile range is above {NOISY_IQR:.0%} of the median, "
+            f"at most {timed[worst].iqr_over_median:.0%} in {named[worst]} ({where})."
         )
     elif timed:
         typical = median(times.iqr_over_median for times in timed.values())
@@ -188,10 +143,6 @@ def _at(where: Sequence[Case], compared: Sequence[Case]) -> str:
     if len(where) == 1 and varying:
         return f"at {', '.join(f'{FACTS[key]} {text}' for key, text in zip(varying, texts[0], strict=True))}"
     return f"in {len(where)} of {len(compared)} comparisons"
-
-
-def _run(run: Run, named: dict[Run, str]) -> str:
-    return f"{named[run]} (S {fact(run, 'seq_len')}, W {run.world_size})"
 
 
 def _cut(lines: list[str], what: str) -> list[str]:

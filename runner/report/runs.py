@@ -73,7 +73,7 @@ class Run:
         asked, used = result.asked, result.chosen or result.asked
         options, took = _options(result)
         heads = f"{asked.heads}:{asked.kv_heads or asked.heads}" if asked.heads is not None else None
-        gpus = (gpu.name for gpu in result.environment.gpus_before)
+        gpus = (gpu.get("name") for gpu in result.environment.gpus_before)
         variant = everything().get(asked.attention or "")
         same = "attention", "config", "model", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "graphs"
         return Run(

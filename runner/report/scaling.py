@@ -12,7 +12,7 @@ from runner.report.runs import WORKLOAD, Run
 @dataclass(frozen=True)
 class Scaling:
     """Against one device. `mark`: "" for the run's own baseline, "*" for one extrapolated by FLOPs, "†" for the fastest
-    other run."""
+    other run; with "!" where its time or the baseline's is noisy."""
 
     speedup: float
     efficiency: float
@@ -27,14 +27,15 @@ def scaling(runs: Sequence[Run]) -> dict[Run, Scaling]:
     several = any(run.ok and (run.world_size or 0) > 1 for run in runs)
     rates = _rates_of_one(runs) if several else {}
     for run in filter(lambda run: run.ok, runs):
+        base, last = run.result.baseline, list(run.passes)[-1]
+        noise = "!" if run.passes[last].noisy or (base and base.noisy(last)) else ""
         if run.result.gain:
-            mark = "*" if run.result.baseline and run.result.baseline.extrapolated else ""
-            found[run] = Scaling(*run.result.gain, mark)
+            found[run] = Scaling(*run.result.gain, ("*" if base and base.extrapolated else "") + noise)
         elif several and run.tflops and run.world_size:
             tokens = run.seq_len or 0
             if rate := rates.get(_on_one(run, tokens)) or rates.get(_on_one(run, tokens / run.world_size)):
                 efficiency = run.tflops / rate
-                found[run] = Scaling(efficiency * run.world_size, efficiency, "†")
+                found[run] = Scaling(efficiency * run.world_size, efficiency, f"†{noise}")
     return found
 
 

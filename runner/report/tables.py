@@ -34,7 +34,7 @@ def rate_title(runs: Sequence[Run]) -> str:
 def runs_table(runs: Sequence[Run]) -> Table:
     """A row for each run: the facts in which the runs differ, and what was measured. Columns without a text are left
     out."""
-    marks = {gain.mark for gain in scaling(runs).values()}
+    marks = "".join(gain.mark for gain in scaling(runs).values())
     return Table.of(_facts(runs) | _measured(runs), LEFT | {"status"}, _notes(runs, marks))
 
 
@@ -129,14 +129,14 @@ def _training_ratios(runs: Sequence[Run]) -> dict[Run, float]:
     return {run: ms / inference[work[run]] for run in trainings if (ms := run.ms("total"))}
 
 
-def _notes(runs: Sequence[Run], marks: set[str]) -> list[str]:
+def _notes(runs: Sequence[Run], marks: str) -> list[str]:
     timings = [run.result.timing for run in runs if run.result.timing]
     passes = [times for timing in timings for times in timing.passes.values()]
     overheads = [timing.overhead_share for timing in timings if timing.overhead_share > OVERHEAD]
     unfinished = sum(bool(timing.rounds.text) for timing in timings)
     trend = any(times.trend for times in passes)
     notes = {
-        NOISY: any(times.noisy for times in passes),
+        NOISY: any(times.noisy for times in passes) or "!" in marks,
         "`~`: the samples rose or fell while they were taken, by more than 2% between their halves.": trend,
         f"Timing itself takes above 1% of the shortest pass in {counted(len(overheads), 'run')}, "
         f"{max(overheads, default=0):.1%} at most.": overheads,
@@ -190,7 +190,7 @@ def environment_facts(run: Run) -> dict[str, Any]:
     return {
         "GPU": run.gpu,
         "GPUs of the machine": len(about.gpus_before),
-        "driver": next((gpu.driver_version for gpu in about.gpus_before), None),
+        "driver": next((gpu.get("driver_version") for gpu in about.gpus_before), None),
         "torch": about.torch,
         "CUDA": about.cuda,
         "NCCL": about.nccl,

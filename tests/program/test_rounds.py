@@ -9,11 +9,12 @@ import runner
 from runner import app, pack, rounds
 from runner.app import Tally
 from runner.output import results
+from runner.output.record import Result
 from runner.report import runs as report_runs
 from runner.report import tables
 from tests.support.command import results_in, run
 from tests.support.composing import resolved
-from tests.support.recorded import measured, unnamed
+from tests.support.recorded import measured, unnamed, write
 
 SIZES = [
     "hardware=cpu", "world_size=2", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "seed=1",
@@ -98,7 +99,7 @@ def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_
     value = measured("ring")
     one = {"samples": 1, "median_ms": {"forward": 4.0}}
     value["timing"]["rounds"] = {"done": 1, "of": 3, "drift": {}, "by_round": [one]}
-    results.write_result(tmp_path / "ring", value)
+    write(tmp_path / "ring", value)
     table = tables.runs_table(report_runs.read([tmp_path])).markdown()
     assert "1 of 3" in table and "without all rounds" in table
     assert pack.main([str(tmp_path)]) == 0
@@ -145,19 +146,19 @@ def test_a_sweep_that_lacks_rounds_is_resumed_by_its_folder_and_a_round_that_cra
     asked = [*SIZES, f"output={tmp_path}", "attention=ring", "timing.timing_runs=2"]
     swept = runner.multirun([*asked, "kernel=sdpa_flash,math", "order=interleaved"])
     folder = swept[0].folder.parent
-    value = swept[0].plain
+    value = swept[0].plain()
     value["timing"]["rounds"] |= {"done": 1, "by_round": value["timing"]["rounds"]["by_round"][:1]}
-    results.write_result(swept[0].folder, value)
+    write(swept[0].folder, value)
     again = runner.multirun([f"resume={folder}"])
     assert [one.environment.started_at > old.environment.started_at for one, old in zip(again, swept, strict=True)] == [
         True,
         False,
     ]
-    assert rounds.of_samples(again[0].plain) == [1, 1]
+    assert rounds.of_samples(again[0].plain()) == [1, 1]
 
     monkeypatch.setattr(app, "tally", Tally())
     value["experiment"]["launch"]["fault"] = "1:timing:raise"
-    assert app.further(app.Unfinished(0, swept[0].folder, value)) is None
+    assert app.further(app.Unfinished(0, Result.of(value, swept[0].folder))) is None
     (failed,) = (one for one in results_in(folder).values() if one["status"] != "ok")
     assert (failed["status"], failed["timing"], app.tally.statuses) == ("crash", None, ["crash"])
     assert failed["reason"].startswith("in round 2 of 2: rank 1 in phase timing")

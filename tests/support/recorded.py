@@ -1,17 +1,20 @@
 """Recorded results for tests, and the names that outputs/README.md gives to their fields."""
 
+import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 from runner.measure import metrics
 from runner.measure.statistics import summarize
 from runner.output import results
+from runner.output.record import BESIDE, SCHEMA_VERSION, Result
 from tests.support.composing import resolved
 
 ROOT = Path(__file__).parents[2]
+FIELDS = [field.name for field in fields(Result) if field.name not in (*BESIDE, "schema_version")]
 # the names in outputs/README.md, and the prefixes of those such as comm_<what>
 SPANS = re.findall(r"`([^`\n]+)`", (ROOT / "outputs" / "README.md").read_text())
 NAMED = {name for span in SPANS for name in re.findall(r"[A-Za-z_]\w*", span)}
@@ -23,9 +26,20 @@ OPEN = {
 }  # fmt: skip
 
 
+def plain(**values: Any) -> dict:
+    """The JSON of a result with these fields, and null in the others."""
+    return {"schema_version": SCHEMA_VERSION, **dict.fromkeys(FIELDS), **values}
+
+
+def write(folder: Path, value: dict) -> None:
+    """A run's file, as JSON of any kind."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "result.json").write_text(json.dumps(value))
+
+
 def refused(name: str, status: str, reason: str) -> dict:
     """A run that was not done."""
-    return results.result(status=status, reason=reason, key="0", name=name, config={"attention": {"name": "ring"}})
+    return plain(status=status, reason=reason, key="0", name=name, config={"attention": {"name": "ring"}})
 
 
 def measured(name: str, seq_len: int = 1024) -> dict:
@@ -33,7 +47,7 @@ def measured(name: str, seq_len: int = 1024) -> dict:
     spec = resolved(f"seq_len={seq_len}")
     passes = {"forward": [4.0] * 10, "backward": [10.0] * 10, "total": [14.0] * 10}
     summaries = {which: summarize(ms) for which, ms in passes.items()}
-    return results.result(
+    return plain(
         status="ok",
         key="0",
         name=name,
@@ -77,7 +91,7 @@ def result(attention: str, ms: float | None, **changes) -> dict:
         "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": asked["head_dim"], "seq_len": asked["seq_len"],
         "causal": True, "window": [-1, -1], "dtype": "bf16",
     }  # fmt: skip
-    value = results.result(
+    value = plain(
         status=asked["status"],
         reason=asked["reason"],
         key="0",
@@ -115,7 +129,7 @@ def result(attention: str, ms: float | None, **changes) -> dict:
 
 def written(folder: Path, *values: dict) -> Path:
     for value in values:
-        results.write_result(folder / value["name"], value)
+        write(folder / value["name"], value)
     return folder
 
 

@@ -72,8 +72,8 @@ def fault(trial: Trial) -> list[str]:
     faulty = [one for one in results if one.config["launch"]["fault"]]
     wrong += _not_ok([one for one in results if one not in faulty])
     for one in faulty:
-        failure = one.plain["failure"] or {}
-        if (lost := (one.status, failure.get("rank"), failure.get("phase"))) != (STATUS[kind], rank, phase):
+        lost = (one.status, one.failure and one.failure.rank, one.failure and one.failure.phase)
+        if lost != (STATUS[kind], rank, phase):
             wrong.append(f"recorded as {lost}: {one.reason}")
     return ended.wrong(1) + wrong
 

@@ -44,11 +44,11 @@ ALONE = ("backends", "dilated", "dilated_suite", "dilated_features")
 def test_a_tiny_run_of_an_earlier_suites_set_is_ok(name, pool, tmp_path, monkeypatch):
     monkeypatch.setattr(app, "pool", pool)
     world = [f"world_size={1 if name in ALONE else 2}"]
-    value = app.run(configured(f"+experiment={name}", *TINY, *RUNS[name], *world), tmp_path, seed=1)
-    assert value["status"] == "ok", value["reason"]
-    assert value["correctness"]["passed"]
+    result = app.run(configured(f"+experiment={name}", *TINY, *RUNS[name], *world), tmp_path, seed=1)
+    assert result.status == "ok", result.reason
+    assert result.correctness.passed
     if name == "dilated_features":
-        assert "pairs of segment and rate" in value["chosen"]["note"]
+        assert "pairs of segment and rate" in result.chosen.note
 
 
 # A command of docs/seeds.md in a tiny form, and what the page promises of it
@@ -84,10 +84,10 @@ PROMISED = {
 def done(pool, monkeypatch, folder: Path, *given: str) -> Result:
     """A tiny run on the warm pool, as its folder keeps it."""
     monkeypatch.setattr(app, "pool", pool)
-    value = app.run(configured(*TINY, "world_size=2", *given), folder, seed=1)
-    assert value["status"] == "ok", value["reason"]
-    results.write_result(folder, value)
-    return Result.of(value, folder)
+    result = app.run(configured(*TINY, "world_size=2", *given), folder, seed=1)
+    assert result.status == "ok", result.reason
+    results.write_result(result)
+    return result
 
 
 @pytest.mark.parametrize("name", PROMISED)

@@ -9,7 +9,7 @@ from runner.config import overrides
 from runner.config.values import InvalidConfig
 from runner.measure.statistics import of_ranks
 from runner.output import results
-from tests.support.recorded import result
+from tests.support.recorded import result, write
 
 
 @pytest.mark.parametrize("values", ["kernel:sdpa_flash,math", "window:[512,0],[64,0]", "launch.env:{A:1},{A:2}"])
@@ -51,7 +51,7 @@ def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float],
     value = result("zigzag", ms, kernel=kernel, seq_len=seq_len)
     value["timing"] |= of_ranks(samples, 0.0)
     value["environment"]["overrides"] = [f"seq_len={seq_len}", f"kernel={kernel}", "order=interleaved"]
-    results.write_result(folder / value["name"], value)
+    write(folder / value["name"], value)
     results.write_samples(folder / value["name"] / "samples.parquet", samples, [7] * len(clocks))
 
 

@@ -11,7 +11,7 @@ from runner.measure.statistics import of_ranks, ratio_interval
 from runner.output import results
 from runner.report.runs import read
 from runner.report.verdicts import samples_of, verdict
-from tests.support.recorded import result, written
+from tests.support.recorded import result, write, written
 
 
 def with_interval(value: dict, width: float | None) -> dict:
@@ -69,7 +69,7 @@ def sampled(folder: Path, ms: float, noise: float, seed: int) -> Path:
     ranks = [{"forward": noisy(draw, ms, noise, 20), "backward": noisy(draw, 2 * ms, noise, 20)} for _ in range(2)]
     value = result("zigzag", ms)
     value["timing"] |= of_ranks(ranks, 0.0)
-    results.write_result(folder / value["name"], value)
+    write(folder / value["name"], value)
     results.write_samples(folder / value["name"] / "samples.parquet", ranks)
     return folder
 

@@ -11,10 +11,10 @@ from runner.config import overrides
 from runner.config.resolve import identity, run_name
 from runner.launch.processes import cores
 from runner.measure import duration, metrics
-from runner.output import display, results
+from runner.output import display
 from tests.support.composing import configured, resolved
 from tests.support.paths import ROOT
-from tests.support.recorded import measured
+from tests.support.recorded import measured, write
 
 CPU = ["hardware=cpu", "config=tiny", "world_size=2", "seed=3"]
 
@@ -74,7 +74,7 @@ def test_a_resumed_sweep_keeps_what_is_ok_with_all_its_rounds(planned, tmp_path)
         value = measured(run_name(cfg, 0)) | {"key": identity(cfg)}
         value["status"] = "incorrect" if variant == "ulysses" else "ok"
         value["timing"]["rounds"] = {"done": done, "of": 3, "drift": {}, "by_round": [{"samples": 1}]}
-        results.write_result(tmp_path / "sweep" / value["name"], value)
+        write(tmp_path / "sweep" / value["name"], value)
     given = ["attention=ring,zigzag,ulysses", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
     found = planned(*given, "resume=true")
     assert [run.state for run in found.runs] == [plan.KEPT, plan.TO_DO, plan.TO_DO]  # one lacks rounds, one failed
