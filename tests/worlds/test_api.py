@@ -61,7 +61,7 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
 
 def test_a_run_is_checked_timed_and_recorded(here):
     result = runner.run([*TINY, "world_size=2"])
-    value = result.plain
+    value = result.plain()
     assert set(value) == set(results.FIELDS) and not set(unnamed(value))
     assert set(value["correctness"]["tensors"]) == {"out", "dq", "dk", "dv"}
     assert set(value["timing"]["passes"]) == {"forward", "backward", "total"}
@@ -151,13 +151,13 @@ def test_every_timing_method_runs_on_a_cpu_forward_only_too(here, mode):
     assert names <= {path.name for path in profiler.folder.iterdir()}
     times = read_table(profiler.folder / "kernel_times.csv").to_pylist()
     assert {(r["rank"], r["pass"]) for r in times if r["kind"] == "compute"} == set(product((0, 1), passes))
-    for profile in profiler.plain["profile"]:
+    for profile in profiler.plain()["profile"]:
         assert profile["compute_ms"] > 0 and profile["communication_ms"] >= profile["exposed_communication_ms"] >= 0
 
 
 def test_auto_records_what_it_chose_and_why(here):
     result = runner.run(["attention=auto", *QUICK])
-    chosen, experiment = result.plain["chosen"], result.plain["experiment"]
+    chosen, experiment = result.plain()["chosen"], result.plain()["experiment"]
     assert (experiment["variant"], experiment["options"]) == (chosen["variant"], chosen["options"])
     assert next(iter(chosen["tried_ms"])) == chosen["variant"] and len(chosen["tried_ms"]) > 4
     assert chosen["why"].startswith(f"{chosen['variant']}: tried: {chosen['variant']} ")
@@ -168,7 +168,7 @@ def test_auto_records_what_it_chose_and_why(here):
 def test_masks_are_checked_timed_beside_dense_attention_and_counted(here):
     swept = ["mask=chunked,prefix_lm", "attention=ring,balanced", "baseline=dense"]
     for result in runner.multirun([*QUICK, *swept]):
-        value = result.plain
+        value = result.plain()
         measured, baseline, name = value["metrics"], value["baseline"], value["experiment"]["workload"]["named_mask"]
         assert value["correctness"]["passed"] and value["correctness"]["timed"]["passed"]
         assert measured["connections"] == masks.make(name["name"], **name["parameters"]).pairs(128)
@@ -178,4 +178,4 @@ def test_masks_are_checked_timed_beside_dense_attention_and_counted(here):
             assert baseline["speedup"][which] == pytest.approx(baseline["passes"][which] / times["median"])
     assert "chunked(chunk=32)" in (result.folder.parent / "summary.md").read_text()
     nothing = runner.run([*QUICK, "attention=dense", "mask=dca", "mask.window=256", "world_size=1"])
-    assert "mask=dca removes no pair of 128 tokens: attention is dense" in nothing.plain["chosen"]["note"]
+    assert "mask=dca removes no pair of 128 tokens: attention is dense" in nothing.plain()["chosen"]["note"]
