@@ -55,7 +55,7 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
     assert capsys.readouterr() == ("", "")
     with ThreadPoolExecutor(2) as threads:  # calls of several threads wait for each other
         again = list(threads.map(lambda seed: runner.run([f"seed={seed}", *QUICK]), (1, 2)))
-    assert [(one.status, one.experiment.seed) for one in again] == [("ok", 1), ("ok", 2)]
+    assert [(one.status, one.asked.seed) for one in again] == [("ok", 1), ("ok", 2)]
     assert len({result.folder.parent, *(one.folder.parent for one in again)}) == 3  # none replaces another
 
 
