@@ -166,21 +166,12 @@ def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float]
         return energy.measure(timing.Timer(work, Stopwatch(me), "energy", 0.01), 2, 100, 3 * 10**12)
 
 
-def energy_and_zeus(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, Any], float, float | None]:
-    """`energy` of a run on a GPU, its power in W as sampled in another window, and the joules of a call in a third by zeus,
-    None where that is not installed."""
+def energy_and_power(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, Any], float]:
+    """`energy` of a run on a GPU, and its power in W as sampled in another window."""
     spec = Experiment.from_plain(experiment)
     timer = timing.Timer(AttentionWork(me, spec), Stopwatch(me))
     timer.warm(3, 1000.0)
     found = energy.measure(timer, 1, 100, 10**12)
     with sampler.sampling("cuda") as sampled:
         timer.warm(3, 2000.0)
-    power_w = sampler.summary(sampled["gpus"][environment.gpu_uuid(me.device)])["power_w"]["median"]
-    try:
-        from zeus.monitor import ZeusMonitor
-    except ImportError:
-        return found, power_w, None
-    monitor = ZeusMonitor(gpu_indices=[me.device.index])
-    monitor.begin_window("calls")
-    done = timer.warm(3, 3000.0).iterations
-    return found, power_w, monitor.end_window("calls").total_energy / done
+    return found, sampler.summary(sampled["gpus"][environment.gpu_uuid(me.device)])["power_w"]["median"]

@@ -12,10 +12,8 @@ from tests.worlds.test_job import SHORT, SIZES, measured
 MS = 1000  # mJ of a joule
 
 
-IDLE, BUSY = (
-    [(10.0 + 0.1 * i, 7 * MS * i) for i in range(3)],
-    [(10.3 + 0.1 * i, 21 * MS + 50 * MS * i) for i in range(10)],
-)
+IDLE = [(10.0 + 0.1 * i, 7 * MS * i) for i in range(3)]
+BUSY = [(10.3 + 0.1 * i, 21 * MS + 50 * MS * i) for i in range(10)]
 
 
 @pytest.mark.parametrize(
@@ -62,16 +60,11 @@ def test_a_run_on_cpus_has_no_energy(pool):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpus_energy_is_its_power_over_the_window_and_what_zeus_measures(pool):
-    spec = resolved(
-        "kernel=sdpa_flash", "baseline=none", "phases=false", "timing.timing_runs=20", "world_size=1", gpus=1
-    )
-    outcome = pool.get(WorldSpec(1, "cuda")).call("tests.jobs.program:energy_and_zeus", {"experiment": spec.plain()})
+def test_a_gpus_energy_is_its_power_over_the_window(pool):
+    spec = resolved("kernel=sdpa_flash", "world_size=1", gpus=1)
+    outcome = pool.get(WorldSpec(1, "cuda")).call("tests.jobs.program:energy_and_power", {"experiment": spec.plain()})
     assert outcome.status == "ok", outcome.reason
-    found, sampled_w, zeus_j = outcome.result
+    found, sampled_w = outcome.result
     (watts,) = found["watts_by_rank"]
     assert 50 < watts < 1500 and watts == pytest.approx(sampled_w, rel=0.15)
     assert found["joules"] == pytest.approx(watts * found["seconds"] / found["calls"])
-    if zeus_j is None:
-        pytest.skip("zeus is not installed: compared with the sampled power alone")
-    assert found["joules"] == pytest.approx(zeus_j, rel=0.1)

@@ -39,7 +39,6 @@ CPU = [
     event("cpu_op", "aten::mm", 0, 9000),
     event("python_function", "run", 0, 50_000),
 ]
-COPY = [event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 1000)]
 
 
 def analysed(events: list[dict], device: str = "cuda", waits=()) -> dict:
@@ -55,7 +54,6 @@ def test_covered_counts_nothing_twice():
     [
         # from 1 to 41 ms; NCCL and the copy between devices from 6 to 25, compute until 11 and from 31
         ("cuda", CUDA, 40, 20, 19, 5, 14, 6),
-        ("cuda", COPY, 1, 1, 0, 0, 0, 0),  # within a device
         ("cpu", CPU, 20, 12, 12, 6, 6, 2),  # by the phases
         ("cpu", [], 0, 0, 0, 0, 0, 0),
     ],
