@@ -81,10 +81,17 @@ function shownOf(runs) {
 }
 const kindOf = (one) => (one.group === "fact" ? "words" : one.also ? "time" : "");
 
+// A long title in two lines.
+function halved(title) {
+  const places = [...title].map((letter, i) => (letter === " " ? i : -1)).filter((i) => i > 0);
+  const place = places.sort((a, b) => Math.abs(a - title.length / 2) - Math.abs(b - title.length / 2))[0];
+  return title.length > 13 && place ? `${title.slice(0, place)}\n${title.slice(place + 1)}` : title;
+}
+
 function head(shown) {
   const cells = shown.map((one, i) => make("th", {
     scope: "col", class: i ? kindOf(one) || null : "acts words", "aria-sort": sorted?.key === one.key ? (sorted.down ? "descending" : "ascending") : null,
-  }, make("button", { type: "button", "data-key": one.key, onclick: () => sortBy(one) }, one.title)));
+  }, make("button", { type: "button", "data-key": one.key, onclick: () => sortBy(one) }, halved(one.title))));
   return make("tr", {}, ...cells);
 }
 
@@ -163,7 +170,7 @@ function comparison() {
   const [a, b] = pins;
   const heading = make("h3", {}, b === undefined ? "A is pinned: pin a second run to compare" : "A and B side by side");
   if (b === undefined) return [heading, make("p", {}, at("name", a))];
-  const twice = (one) => one.group === "config" && facts.includes(column[one.title.replace(/\.name$/, "")]);
+  const twice = (one) => one.group === "config" && facts.includes(column[one.title.replace(/\.(name|method)$/, "")]);
   const differ = columns.filter((one) => ["fact", "config", "environment"].includes(one.group) && !["environment.started", "label"].includes(one.key) && !twice(one) && value(one, a) !== value(one, b));
   const apart = differ.filter((one) => workload.includes(one.key));
   const warning = apart.length ? make("p", { class: "failed" }, `Not the same work: ${apart.map((one) => `${one.title} ${text(one, value(one, a)) || "none"} and ${text(one, value(one, b)) || "none"}`).join(", ")}.`) : null;

@@ -110,9 +110,8 @@ def chosen(runs: Sequence[Run], which: str) -> tuple[list[Recorded], str]:
         if phases or kernels:
             recorded.append(Recorded(named[run], run, median_iteration(phases), kernels))
     kind = "variant" if variants else "setting"
-    rule = f"The fastest run of each {kind}, at most {MOST_RUNS}"
     where = place(largest[0], varying(several)).replace("\n", " ")
-    return recorded, f"{rule} at {where}." if where else f"{rule}."
+    return recorded, f"The fastest run of each {kind}{f' at {where}' if where else ''}, at most {MOST_RUNS}."
 
 
 def spent(recorded: Recorded) -> Rows:

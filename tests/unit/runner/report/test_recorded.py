@@ -86,7 +86,7 @@ def test_the_fastest_runs_of_the_largest_size_of_several_variants_are_shown(tmp_
     with_phases(tmp_path, result("ring", 2.2, seq_len=16384, world_size=2, options={"again": True}))
     runs, rule = chosen(read([tmp_path]), "total")
     assert [(run.run.attention, run.run.options) for run in runs] == [("zigzag", {}), ("ring", {"again": True})]
-    assert rule == "The fastest run of each variant, at most 4 at S = 16,384."
+    assert rule == "The fastest run of each variant at S = 16,384, at most 4."
 
 
 def lanes(folder: Path) -> set[str]:
