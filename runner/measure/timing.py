@@ -205,10 +205,8 @@ class Graphed:
                 with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                     work.run(which)
         torch.cuda.current_stream().wait_stream(stream)
-        self.work, self.left = (
-            work,
-            {name: vars(work)[name] for name in work.results},
-        )  # keeps the captured tensors alive
+        self.work = work
+        self.left = {name: vars(work)[name] for name in work.results}  # keeps the captured tensors alive
 
     def run(self, which: str) -> None:
         self.graphs[which].replay()
@@ -223,7 +221,7 @@ def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[
     passes: Passes = Graphed(work) if by_graphs else sampled_passes(work)
     watch = Stopwatch(me, lead_ms=LEAD_MS if by_graphs else 0.0)
     note: Fields = {"method": options.method, "unit": "ms", "flush_l2": options.flush_l2}
-    note |= {"layers": layers, "new_packs": options.new_packs}
+    note |= {"layers": layers, "new_packs": options.new_packs, "do_bench": None}
     if options.method == "simple":
         me.say(phase, iteration_s * options.timing_runs)  # one stretch that announces nothing
         mine = simple(work, watch, options.timing_runs)
