@@ -201,14 +201,6 @@ def test_the_latest_of_repeated_runs_counts_and_other_work_is_apart(tmp_path, co
     assert status == 0 and "2.000 → 2.000 (+0.0%)" in said and "5 runs: 4 new in B, 1 even" in said
 
 
-def test_a_pass_may_be_chosen_and_runs_left_out(tmp_path, compared):
-    before, after = result("zigzag", 2), result("zigzag", 2)
-    after["timing"]["passes"]["forward"] |= {"median": 4, "ci95": [3.9, 4.1]}
-    folders = sets(tmp_path, [before, result("ring", 1)], [after, result("ring", 9)])
-    assert compared(*folders, "--where", "attention=zigzag")[0] == 0
-    assert compared(*folders, "--where", "attention=zigzag", "--pass", "forward")[0] == 1
-
-
 def test_what_else_differs_is_said_in_a_line_each(tmp_path, compared):
     before, after = result("zigzag", 2), result("zigzag", 2)
     before["environment"] |= {"torch": "2.11.0", "git": {"commit": "a" * 40, "dirty": False}}

@@ -8,14 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from runner import compare, pack, plan
-from runner.measure.statistics import quantile
 from runner.output import reader, results, summary
 from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
-from runner.report.verdicts import samples_of
-from tests.support.paths import RESULTS
 from tests.support.recorded import kernel_rows, result, write, written
 
 KERNELS = ["rank", "kernel", "calls", "total_ms", "mean_us"]
@@ -117,17 +114,6 @@ def test_a_table_that_cannot_be_packed_leaves_the_packed_sweep_as_it_was(sweep, 
     assert {path: path.read_bytes() for path in sweep.glob("*.parquet")} == before
 
 
-def test_a_packed_sweep_that_is_damaged_is_named_and_what_lies_beside_it_is_read(sweep, tmp_path):
-    assert pack.main([str(sweep), "--into", str(tmp_path / "packs")]) == 0
-    written(tmp_path / "packs" / "other", result("zigzag", 2.0))
-    path = tmp_path / "packs" / "sweep" / "results.parquet"
-    for content in (b"", path.read_bytes()[:-9]):
-        path.write_bytes(content)
-        runs, problems = reader.read_results(tmp_path / "packs")
-        assert len(runs) == len(problems) == 1
-        assert str(problems[0]).startswith(f"{path}: left out: is no packed sweep")
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -146,14 +132,3 @@ def test_what_cannot_be_packed_is_one_clear_line_and_nothing_is_removed(tmp_path
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_medians_of_packed_samples_are_those_that_the_results_state():
-    for folder in sorted(path.parent for path in RESULTS.glob("*/*/samples.parquet"))[::6]:
-        run = next(run for run in reader.read_results(folder)[0] if run.timed)
-        for which, rounds in samples_of(run).items():
-            ms = sorted(ms for one in rounds for ms in one)
-            assert (len(ms), quantile(ms, 0.5)) == (
-                run.timing.passes[which].n,
-                pytest.approx(run.timing.passes[which].median),
-            )

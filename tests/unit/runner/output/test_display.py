@@ -95,18 +95,6 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
     assert not any("too narrow" in line for line in printed(display.sweep_table, rows))
 
 
-def test_what_is_the_same_of_all_rows_goes_first():
-    def left_out(width: int) -> list[str]:
-        table = terminal.new_table()
-        for title in ("name", "first", "same"):
-            table.add_column(title)
-        for name, first in zip("abcd", ["x" * 30, "y" * 30, "z", "w"], strict=True):
-            table.add_row(name, first, "one" * 10)
-        return terminal.fit(table, width, drop=("first", "same"))[1]
-
-    assert [left_out(width) for width in (200, 40, 20)] == [[], ["same"], ["same", "first"]]
-
-
 def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, tmp_path, printed):
     """On a CPU, where ranks always share what there is."""
     spec = resolved(

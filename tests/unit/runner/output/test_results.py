@@ -3,7 +3,6 @@
 import json
 import os
 
-import pandas as pd
 import pytest
 
 from runner.output import columns, results
@@ -93,21 +92,3 @@ for command in {list(WRITERS.values())!r}:
     assert python("-c", program, cwd=tmp_path).stdout.split() == ["refused"] * len(WRITERS)
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {b"as it was"}
     assert sorted(os.listdir(tmp_path)) == sorted(WRITERS)
-
-
-def test_samples_have_a_row_for_every_iteration_of_every_rank_and_pass(tmp_path):
-    by_rank = [{"forward": [1.5, 2.5, 3.5], "backward": [7, 8, 9]}, {"forward": [4, 5, 6], "backward": [1, 1, 2.25]}]
-    results.write_samples(tmp_path / "samples.parquet", by_rank)
-    table = pd.read_parquet(tmp_path / "samples.parquet")
-    assert list(table.columns) == ["iteration", "round", "rank", "pass", "ms"] and len(table) == 12
-    for rank, passes in enumerate(by_rank):
-        for which, ms in passes.items():
-            rows = table[(table["rank"] == rank) & (table["pass"] == which)]
-            assert list(rows["iteration"]) == [0, 1, 2] and list(rows["ms"]) == ms
-    assert results.read_samples(tmp_path / "samples.parquet") == by_rank
-
-
-def test_a_table_is_written_as_csv_with_the_asked_columns(tmp_path):
-    rows = [{"phase": "comp, block", "ms": 1.25, "more": 1}, {"phase": "wait_kv", "ms": None}]
-    results.write_csv(tmp_path / "phases.csv", rows, ["phase", "ms"])
-    assert (tmp_path / "phases.csv").read_text().splitlines() == ["phase,ms", '"comp, block",1.25', "wait_kv,"]

@@ -115,23 +115,6 @@ def test_a_sweeps_table_shows_what_was_swept_and_only_that(capsys, title, change
     assert title in capsys.readouterr().out
 
 
-def test_what_was_counted_and_a_groupings_gain_stand_beside_the_models_bytes(tmp_path):
-    runs = [("separate", 2, 40, 4.0), ("fused", 2, 30, 2.0), ("separate", 4, 80, 8.0), ("packed", 4, 80, 10.0)]
-    for i, (grouping, n_groups, size, ms) in enumerate([*runs, ("fused", 8, 90, 3.0)]):
-        value = measured(f"run{i}")
-        value["experiment"]["options"] = {"n_groups": n_groups, "grouping": grouping}
-        value["metrics"]["kv_bytes_read_by_rank"] = [10, size]
-        value["timing"]["passes"]["total"]["median"] = ms
-        value["timing"]["counters"] = {"passes": {"forward": {"memory_read_bytes": 5, "l2_read_bytes": 7}}}
-        value["environment"] = {"started_at": i}
-        write(tmp_path / value["name"], value)
-    rows = summary.sweep_rows(tmp_path)
-    assert [cells["speedup_over_separate"] for cells in rows] == [1, 2, 1, 0.8, None]
-    assert [cells["kv_bytes_saved"] for cells in rows] == [0, 0.25, 0, 0, None]
-    keys = ("kv_read_bytes", "forward_memory_read_bytes", "forward_l2_read_bytes")
-    assert [rows[0][key] for key in keys] == [40, 5, 7]
-
-
 PACK = "seqlens=[64,64,128]"
 SAME = ["kernel=auto", "output=a"]
 

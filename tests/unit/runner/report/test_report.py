@@ -76,16 +76,6 @@ def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file():
         assert comparison_table(found).rows
 
 
-def test_a_run_shows_its_times_its_memory_and_exposed_communication(runs):
-    table = runs_table(runs(result("ring", 4.0), result("zigzag", 2.0)))
-    assert table.titles[0] == "attention"
-    assert not {"S", "W", "D", "status", "speedup"} & set(table.titles)  # the same of all, or nothing to say
-    assert cells(table, "forward ms (IQR)") == ["4.000 (1.0%)", "2.000 (1.0%)"]
-    assert cells(table, "total ms (IQR)") == ["12.00 (1.0%)", "6.000 (1.0%)"]
-    assert cells(table, "peak memory a rank") == ["1.50 GiB"] * 2
-    assert cells(table, "exposed comm. forward ms") == ["0.125"] * 2
-
-
 def test_a_comparison_has_a_row_a_workload_the_best_marked_and_what_failed_with_its_reason(tmp_path):
     found = read([speed(tmp_path)])
     table = comparison_table(found)
@@ -120,35 +110,11 @@ def test_a_speedup_over_a_noisy_baseline_is_marked(runs):
     assert cells(table, "speedup") == ["2.00", "2.00*!"] and NOISY in table.notes
 
 
-@pytest.mark.parametrize("rate, shown", [(3.3, True), (2.5, True), (3.1, False), (None, False)])
-def test_the_rate_back_to_back_is_shown_where_the_samples_are_not_it(runs, rate, shown):
-    table = runs_table(runs(result("zigzag", 1.0, back_to_back_ms=rate), result("ulysses", 1.0)))
-    assert ("back to back ms" in table.titles) == shown
-    assert not shown or sorted(cells(table, "back to back ms")) == ["", f"{rate:.3f}"]
-
-
 def test_rates_back_to_back_are_compared(runs):
     both = runs(result("zigzag", 1.0, back_to_back_ms=2.0), result("torch_cp", 0.5, back_to_back_ms=2.5))
     assert compared(both, "back_to_back") == {"32,768": ["**2.000**", "2.500", "1.25 (torch_cp / zigzag)"]}
     without = runs(result("zigzag", 1.0), result("rfa_zigzag", None, status="oom"))
     assert compared(without, "back_to_back") == {"32,768": ["", "oom", ""]}
-
-
-@pytest.mark.parametrize(
-    ("place", "changes", "rows"),
-    [
-        ("workload", [{}, {"sinks": True, "softcap": 50.0}, {"scale": 0.0771517, "v_head_dim": 64}], ["", "Dv = 64, scale 0.07715", "softcap 50, sinks"]),
-        ("timing", [{}, {"layers": 4}, {"layers": 4, "autograd_thread": True}], ["warmup", "warmup over 4 layers", "warmup over 4 layers with autograd's thread"]),
-        ("timing", [{}, {"new_packs": True}], ["3 sequences", "3 sequences, in a new order each time"]),
-    ],
-)  # fmt: skip
-def test_another_call_or_another_way_to_time_is_told_apart(runs, place, changes, rows):
-    values = [result("llama3", ms, name=str(ms)) for ms in (1.0, 2.0, 3.0)][: len(changes)]
-    for value, change in zip(values, changes, strict=True):
-        value["experiment"]["workload"]["seqlens"] = [64, 128, 64] if place == "timing" else None
-        value["experiment"][place] |= change
-    table = comparison_table(runs(*values))
-    assert sorted({*table.titles} & {*rows} or {row[0] for row in table.rows}) == sorted(rows)
 
 
 @pytest.mark.parametrize(
@@ -248,20 +214,6 @@ def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(
     assert charts.Axes.of(weak) == charts.Axes("world_size", (), 8192)
     (alone,) = runs(result("dense", 1, world_size=1, baseline=own))
     assert alone.row["speedup"] is None and "efficiency" not in runs_table([alone]).titles
-
-
-def test_a_chart_is_over_what_varies_and_a_panel_a_workload(runs):
-    ways = [result(name, ms, seq_len=s) for name, ms in (("ring", 3), ("zigzag", 2)) for s in (8192, 16384)]
-    found = runs(*ways)
-    assert charts.Axes.of(found) == charts.Axes("seq_len", ())
-    more = runs(*ways, *(result("ring", 3, seq_len=s, head_dim=64) for s in (8192, 16384)))
-    assert charts.Axes.of(more) == charts.Axes("seq_len", ("head_dim",))
-    apart = runs(result("ring", 3, seq_len=8192), result("zigzag", 3, seq_len=16384))
-    assert charts.Axes.of(apart) == charts.Axes(None, ("seq_len",))
-    rows = charts.points(found, charts.Axes.of(found))
-    assert {(row["label"], row["over"], row["time"]) for row in rows} == {
-        ("ring", 8192, 9), ("ring", 16384, 9), ("zigzag", 8192, 6), ("zigzag", 16384, 6),
-    }  # fmt: skip
 
 
 def test_runs_are_chosen_by_what_was_asked_and_by_options(runs):
@@ -391,17 +343,6 @@ def test_a_section_is_replaced_and_nothing_else_again_and_again(tmp_path, monkey
     path.write_text(text.replace("<!-- report:b -->\nkept\n<!-- /report:b -->\n", ""))
     assert report.main(["--refresh", "R.md"]) == 0
     assert "| 8,192 | **3.000** | 4.500 |" in path.read_text()
-
-
-@needs_charts
-def test_a_sections_picture_is_linked_from_the_file_that_shows_it(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    speed(tmp_path / "results" / "speed")
-    (tmp_path / "docs").mkdir()
-    path = sectioned(tmp_path / "docs")
-    assert report.main(["results/speed", "--chart", "tflops", "--into", "docs/R.md", "--section", "a"]) == 0
-    assert "(../results/speed/a_tflops.png)" in path.read_text()
-    assert (tmp_path / "results" / "speed" / "a_tflops.png").exists()
 
 
 @pytest.mark.parametrize(
