@@ -70,7 +70,6 @@ def _parser() -> argparse.ArgumentParser:
         help="of the section; headline: auto against each external package; models: memory, parameters, loss",
     )
     add("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
-    add("--mixed", action="store_true", help="let a headline's row mix commits or machines, and mark it")
     add("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
     return parser
 
@@ -120,7 +119,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
         table = comparison_table(runs, options.which)
         table.notes += tables.failures(runs)
     elif options.table == "headline":
-        table = headline_table(runs, options.which, options.mixed)
+        table = headline_table(runs, options.which)
     else:
         table, unit = (tables.models_table if options.table == "models" else tables.runs_table)(runs), ""
     picture = [] if options.chart == "none" else [_picture(runs, options), ""]

@@ -47,10 +47,10 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
     return _side_by_side(rows, [*columns], which, lambda run: time(run, which), key, notes)
 
 
-def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool = False) -> Table:
+def headline_table(runs: Sequence[Run], which: str = "total") -> Table:
     """A row for each workload that `auto` did: its time, the time of each external package's fastest setting, which the
     cell names, and their ratio. Raises ValueError without runs of auto and of an external package, and for rows of
-    several commits or machines unless `allow_mixed`."""
+    several commits or machines."""
     runs = [run for run in comparable(runs) if run.external or run.attention == AUTO]
     if {run.external for run in runs} != {True, False}:
         raise ValueError("--table headline: needs runs of attention=auto and of an external package in these folders")
@@ -60,10 +60,10 @@ def headline_table(runs: Sequence[Run], which: str = "total", allow_mixed: bool 
         row = {_package(run): run for run in fastest_last}
         if AUTO not in row:
             continue
-        if not allow_mixed and mixed(timed := by_time(row.values(), which)):
+        if mixed(timed := by_time(row.values(), which)):
             raise ValueError(
                 f"--table headline: the row {fact(row[AUTO], 'seq_len')} is of several commits or machines "
-                f"({', '.join(origins(timed))}); measure it in one sweep, choose with --where, or allow it with --mixed"
+                f"({', '.join(origins(timed))}); measure it in one sweep, or choose with --where"
             )
         rows.append(row)
 

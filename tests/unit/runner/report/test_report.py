@@ -158,8 +158,6 @@ def test_a_headline_is_auto_beside_each_package_at_its_best_of_one_commit_and_ma
     command = ["runs", "--table", "headline", "--chart", "none", "--into", "N.md", "--section", "x"]
     assert report.main(command) == 2
     assert "the row 32,768 is of several commits or machines" in capsys.readouterr().err
-    assert report.main([*command, "--mixed"]) == 0
-    assert "| 32,768‡ | **6.000 (ulysses)** | 8.700" in (tmp_path / "N.md").read_text()
 
 
 def test_groupings_and_models_have_tables_of_their_own():
