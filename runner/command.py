@@ -5,6 +5,7 @@ that end with it; all write into the folder of the sweep."""
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,7 +16,7 @@ from omegaconf import DictConfig
 
 from runner import app, environment, plan
 from runner.config import folders, overrides, place, resolve
-from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, shown
+from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, message, shown
 from runner.launch.parents import Head, follow
 from runner.output import reader, results, summary
 
@@ -39,6 +40,8 @@ def command(arguments: Sequence[str], multirun: bool) -> Iterator[tuple[TaskFunc
     resolve.register()
     app.begin()
     where = "."
+    # Hydra only warns of a searchpath that does not exist
+    warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
         cfg = overrides.check(arguments, multirun)
         elsewhere = launcher(arguments) in PLUGINS
@@ -62,6 +65,8 @@ def command(arguments: Sequence[str], multirun: bool) -> Iterator[tuple[TaskFunc
                     app.tally.folders.append(folder)
                     app.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
                     summary.summarize_sweep(folder)
+    except UserWarning as error:
+        raise InvalidConfig(f"{message(error)} Give a folder that exists, or pkg://PACKAGE") from None
     except OSError as error:
         if isinstance(error, (CannotWrite, HydraException)):
             raise
