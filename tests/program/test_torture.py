@@ -12,7 +12,6 @@ from tests.torture import kinds, overrides, program
 # command lines that once ended wrongly
 REFUSED = [
     ["-m", "config=tiny", "seq_len=128", "seqlens='${nothing}',1"],
-    ["config=tiny", "hydra.searchpath=[nope]"],
     ["config=tiny", "seq_len=128", "window=${seq_len}"],
     ["config=tiny", "seq_len=128", "tracker.name='../../x'"],
     ["config=tiny", "seq_len=128", "tracker.name=[]"],
