@@ -20,7 +20,7 @@ from tests.support.paths import ROOT
 def run(*command):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -74,7 +74,7 @@ def printed(tmp_path_factory):
     ]  # fmt: skip
     found = dict.fromkeys(runs, "")
     for rank in ranks:
-        out, errors = rank.communicate(timeout=200)
+        out, errors = rank.communicate(timeout=500)
         assert rank.returncode == 0, errors
         for number, text in re.findall(r"^run (\d+)\n(.*?)(?=^run |\Z)", out, re.DOTALL | re.MULTILINE):
             found[list(runs)[int(number)]] += text

@@ -66,12 +66,6 @@ def test_llama3_gathers_all_other_slices_and_brings_home_what_was_needed():
     assert received("llama3", (6, 10), 4, True) == without_zeros({"kv": 12 * KV, "dkv": n * KV} for n in home)
 
 
-def test_ring_decode_receives_all_keys_but_its_own():
-    # shards of 3, 3, 3 and 1, and of 2, 2, 1 and none
-    assert received("ring_decode", 10, 4, mask=FULL, q_tokens=1) == [{"kv": n * KV} for n in (7, 7, 7, 9)]
-    assert received("ring_decode", 5, 4, mask=FULL, q_tokens=1) == [{"kv": n * KV} for n in (3, 3, 4, 5)]
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
