@@ -72,8 +72,8 @@ def test_ring_dilated_is_its_definition_in_worlds(in_world, world):
 @pytest.mark.parametrize("name", ["dilated", "ring_dilated"])
 def test_dropped_sinks_and_softcaps_are_found(name):
     cases = [case(name, way, sinks=True, softcap=0.5, dims=(8, 4)) for way in WAYS[:2]]
-    for plant in (plants.sinks_dropped, plants.kernel(plants.uncapped, plants.uncapped)):
-        with plant():
+    for seams in (plants.SINKS_DROPPED, plants.UNCAPPED):
+        with plants.changed_all(seams):
             for errors in dilated.compare(None, cases):
                 assert min(errors[x] for x in ("out", "lse", "dq", "dv")) > 100 * LIMITS["fp32"], errors
 
