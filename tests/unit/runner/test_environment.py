@@ -77,9 +77,9 @@ def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers(
     for given, said in (
         ("{RANK:1}", "launcher's own"),
         ("{MY_TOKEN:1}", "secret outside"),
-        ("{1a:1}", "variable's name"),
-        ("{A:[1]}", "a text"),
-        ("3", "null or {NAME:value,..}"),
+        ("{1a:1}", "must be a name of letters"),
+        ("{A:[1]}", "a text or a number"),
+        ("3", "null or {NAME:value"),
     ):
         with pytest.raises(InvalidConfig, match=said):
             resolved(f"launch.env={given}")
