@@ -137,41 +137,33 @@ def lengths_of(S: int, draw: random.Random) -> list[int]:
 
 
 def random_parameters(name: str, S: int, draw: random.Random) -> dict[str, Any]:
-    bound = lambda least: draw.choice([least, 0, draw.randint(0, S), draw.randint(0, 8)])  # noqa: E731
-    lengths = lengths_of(S, draw)
-    if name == "sliding_window":
-        return {"left": bound(-1), "right": bound(-1)}
-    if name == "chunked":
-        return {"chunk": draw.randint(1, S + 2)}
-    if name == "prefix_lm":
-        return {"prefix": draw.randint(0, S)}
-    if name == "documents":
-        return {"lengths": lengths, "inner": draw.choice([(-1, -1), (-1, 0), (bound(-1), bound(-1))])}
-    if name == "prefix_lm_documents":
-        return {"lengths": lengths, "prefixes": [draw.randint(0, length) for length in lengths]}
-    if name == "block_causal_documents":
-        return {"lengths": lengths}
-    if name == "shared_prompt":
-        return {"prompt": lengths[0], "answers": lengths[1:]}
-    if name == "global_window":
-        return {"window": bound(0), "global_tokens": min(bound(0), S), "causal": draw.random() < 0.5}
-    if name == "block_sparse":
-        pattern = draw.choice(["local_window", "dilated_sparse", "global_local"])
-        return {"pattern": pattern, "block": draw.choice([1, 3, 8, 100, 128, 300]), "causal": draw.random() < 0.5}
-    if name == "dca":  # without a definition here: its random keys have tests of their own
-        return {
+    def bound(least: int) -> int:
+        return draw.choice([least, 0, draw.randint(0, S), draw.randint(0, 8)])
+
+    lengths, causal, globals_ = lengths_of(S, draw), draw.random() < 0.5, min(bound(0), S)
+    pattern = draw.choice(["local_window", "dilated_sparse", "global_local"])
+    by_name: dict[str, dict[str, Any]] = {
+        "sliding_window": {"left": bound(-1), "right": bound(-1)},
+        "chunked": {"chunk": draw.randint(1, S + 2)},
+        "prefix_lm": {"prefix": draw.randint(0, S)},
+        "documents": {"lengths": lengths, "inner": draw.choice([(-1, -1), (-1, 0), (bound(-1), bound(-1))])},
+        "prefix_lm_documents": {"lengths": lengths, "prefixes": [draw.randint(0, length) for length in lengths]},
+        "block_causal_documents": {"lengths": lengths},
+        "shared_prompt": {"prompt": lengths[0], "answers": lengths[1:]},
+        "global_window": {"window": bound(0), "global_tokens": globals_, "causal": causal},
+        "block_sparse": {"pattern": pattern, "block": draw.choice([1, 3, 8, 100, 128, 300]), "causal": causal},
+        "dca": {  # without a definition here: its random keys have tests of their own
             "window": bound(0),
-            "global_tokens": min(bound(0), S),
+            "global_tokens": globals_,
             "random": draw.choice([0, 1, 5, 40]),
             "granularity": draw.choice(["token", "tile", "block"]),
             "seed": draw.randint(0, 9),
-            "causal": draw.random() < 0.5,
+            "causal": causal,
             "block": draw.choice([1, 4, 32]),
-        }
-    if name == "rectangles":
-        return {"parts": _random_rectangles(S, draw)}
-    assert name in ("full", "causal"), name
-    return {}
+        },
+        "rectangles": {"parts": _random_rectangles(S, draw)},
+    }
+    return by_name.get(name, {})
 
 
 def _random_rectangles(S: int, draw: random.Random) -> list:

@@ -163,11 +163,11 @@ def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[i
 def merge_case(packed: bool, heads_first: bool, dtype: torch.dtype, head_dim: int, device="cpu", wide=torch.float32):
     """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key. With `heads_first` the outs
     lie in memory as `[B, H, S, D]` and the lses as `[B, S, H]`."""
-    out, part = (normal(2, 50, 3, head_dim, dtype=torch.float64, seed=i) for i in (0, 1))
-    lse, part_lse = (4 * normal(2, 3, 50, dtype=torch.float64, seed=i) for i in (2, 3))
-    for o, x, rows in ((out, lse, slice(10, 20)), (part, part_lse, slice(15, 40))):
-        o[:, rows], x[..., rows] = 0, -torch.inf
-    case = [x.to(device, d) for x, d in ((out, wide), (lse, wide), (part, dtype), (part_lse, wide))]
+    case = []
+    for i, (kind, rows) in enumerate(((wide, slice(10, 20)), (dtype, slice(15, 40)))):
+        out, lse = (normal(2, *shape, dtype=torch.float64, seed=i) for shape in ((50, 3, head_dim), (3, 50)))
+        out[:, rows], lse[..., rows] = 0, -torch.inf
+        case += [out.to(device, kind), (4 * lse).to(device, wide)]
     if heads_first:
         case = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in case]
     return [x[0] for x in case] if packed else case

@@ -116,14 +116,6 @@ def test_other_shapes_are_not_sharded(shape, packs, rule):
         of_two("ring", 0).shard(torch.zeros(shape), packs)
 
 
-@pytest.mark.parametrize("name", ("ring", "stripe"))
-def test_token_ids_are_sharded_as_their_tokens_are(name):
-    ids, packs, fn = torch.arange(2 * 16).view(2, 16), [0, 4, 16], of_two(name, 1)
-    assert torch.equal(fn.shard(ids), fn.shard(ids[..., None, None])[..., 0, 0])
-    assert torch.equal(fn.shard(ids[0], packs), fn.shard(ids[0][:, None, None], packs)[:, 0, 0])
-    assert torch.equal(fn.shard(ids[:1], packs)[0], fn.shard(ids[0], packs))
-
-
 def test_a_function_made_before_the_process_group_is_refused_in_it(in_world):
     """Each rank would attend to its own shard alone."""
     for said in in_world(groups.made_alone, 2):

@@ -1,13 +1,10 @@
 """Tree and ring decode over real gloo worlds: KV really sharded, uneven and empty shards, GQA, speculative queries."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import attention
 from attention.geometry.counts import Shapes
-from attention.geometry.decodes import block
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.costs import dry_run
@@ -79,17 +76,6 @@ def test_new_lengths_need_no_new_plan(in_world):
     cases += [RAGGED | {"keys": 40}]
     for each in in_world(decodes.compare, 2, settings=[("tree", {}), ("ring_decode", {})], cases=cases):
         assert all(out < 1e-6 and plans == 1 for out, _, plans in each["errors"]), each
-
-
-def test_of_elements_with_different_lengths_only_keys_that_some_may_see_travel():
-    """Lengths 20 to 24 with a window of 2 before the last key: keys 17 to 23, of which rank 1 of 4 has 17 to 19."""
-    problem = VARIANTS["ring_decode"].problem((0, 40), 4, Band(2, 0), {}, 1)
-    assert [b and b.k for b in (block(replace(problem, ends=(20, 24)), rank) for rank in range(4))] == [
-        None,
-        (7, 10),
-        (0, 4),
-        None,
-    ]
 
 
 Q, K, P = torch.zeros(3, 1, 4, 8), torch.zeros(3, 8, 2, 8), torch.zeros(5, 2, 8)

@@ -1,7 +1,5 @@
 """The transport that pulls, over real worlds: on a CPU its memory is shared memory."""
 
-import itertools
-
 import pytest
 
 from attention.geometry.counts import Shapes
@@ -12,22 +10,20 @@ from tests.jobs import groups, numerics, shared_memory, traffic, training
 from tests.worlds.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
 
 
-@pytest.mark.parametrize("world", (2, 3))
 @pytest.mark.parametrize("name", SELF_ATTENTION)
-def test_variant_matches_fp64(in_world, name, world):
-    for chosen in options(name, world) if world == 2 else [{}]:
-        some = cases(name, world, chosen)
-        for found in in_world(numerics.compare, world, name=name, options=chosen, cases=some, transport="symm"):
-            forward, *backward = found["errors"]
-            assert forward < 1e-6, found
-            assert max(backward) < 1e-5, found
+def test_variant_matches_fp64(in_world, name):
+    for chosen in options(name, 2):
+        given = {"name": name, "options": chosen, "cases": cases(name, 2, chosen), "transport": "symm"}
+        for found in in_world(numerics.compare, 2, **given):
+            assert found["errors"][0] < 1e-6 and max(found["errors"]) < 1e-5, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SELF_ATTENTION)
 def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
     variant = VARIANTS[name]
-    for world, (causal, window) in itertools.product((3,), MASKS):
+    world = 3
+    for causal, window in MASKS:
         if not does(name, {"causal": causal, "window": window}, {}):
             continue
         sizes = {"tokens": 8 * world, "batch": 2, "heads": 12, "kv_heads": 1}
@@ -42,7 +38,7 @@ def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "calls"), [("zigzag", 200), ("zigzag_llama3", 100), ("ulysses", 100)])
+@pytest.mark.parametrize(("name", "calls"), [("zigzag", 110), ("ulysses", 60)])
 def test_many_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, calls):
     found = in_world(shared_memory.many_calls, 2, name=name, calls=calls, transport="symm")
     assert found["error"] < 1e-5

@@ -16,7 +16,7 @@ import torch
 
 from attention.geometry.mailbox import Mailbox
 from attention.transports.fabric import wait_of
-from attention.transports.waits import FAILURES, WAITING, Remote, Watch, start, started
+from attention.transports.waits import WAITING, Remote, Watch, start, started
 from tests.jobs import shared_memory
 
 LIMIT_S = 1.0
@@ -165,18 +165,3 @@ def test_a_watch_is_checked_until_nobody_holds_it(watched, monkeypatch):
     del mine
     thread.join(SOON_S)
     assert not thread.is_alive()
-
-
-def test_a_watch_whose_checks_fail_is_given_up_after_some(watched, capfd):
-    _, watch = watched
-    looks = []
-
-    class Failing(Watch):
-        def look(self, now):
-            looks.append(now)
-            raise ZeroDivisionError("the driver fails")
-
-    failing = Failing(None, Slow(), watch.marks, watch.wait_of)
-    thread_of(failing, None).join(SOON_S)
-    assert len(looks) == FAILURES
-    assert "waits are no longer watched (the driver fails)" in capfd.readouterr().err

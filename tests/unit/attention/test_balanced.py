@@ -1,14 +1,11 @@
 """The layout that is made for a mask: even work for every mask and for documents of any lengths, and a quick plan."""
 
-import random
 import time
 
-import numpy as np
 import pytest
 
 import attention
 from attention import masks
-from attention.geometry.even_shards import PairsBefore
 from attention.geometry.schedules import Problem
 from attention.variants.balanced import assigned, balance
 from attention.variants.registry import VARIANTS
@@ -48,34 +45,6 @@ def test_every_rank_has_as_many_tokens_and_nearly_as_many_pairs(each, world):
         assert sorted(t for shard in shards for r in shard for t in r) == list(range(tokens)), mask
         assert max(map(len, shards)) <= MOST_RANGES, mask
         assert balance(problem_of(mask, tokens, world)) <= 1.05, mask
-
-
-def random_pack(seed: int) -> tuple[masks.Mask, int, int]:
-    """Documents under some mask, their tokens and a world, of which each rank has at least 64 tokens."""
-    draw = random.Random(seed)
-    world = draw.choice([2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64])
-    tokens = world * draw.randint(64, max(64, 16384 // world))
-    lengths = real_lengths(tokens, seed)
-    if seed % 4 == 0:
-        return masks.prefix_lm_documents(lengths, [draw.randint(0, n) for n in lengths]), tokens, world
-    inner = (masks.causal(), masks.full(), masks.sliding_window(draw.randint(1, 2000)))[seed % 3]
-    return masks.documents(lengths, inner), tokens, world
-
-
-@pytest.mark.parametrize("first", [0, 3200])
-def test_random_packs_are_even_on_any_number_of_tokens(first):
-    for seed in range(first, first + 60):
-        mask, tokens, world = random_pack(seed)
-        problem = problem_of(mask, tokens, world)
-        assert balance(problem) <= 1.05 and problem.schedule.note(problem) is None, (seed, tokens, world, mask)
-
-
-def test_pairs_before_a_query_are_those_of_the_matrix():
-    tokens = 16 * 61 + 5
-    for mask in every_mask(tokens):
-        rows = mask.dense(tokens).sum(1).numpy()
-        before = PairsBefore(mask.rectangles(tokens), tokens)
-        assert (before(np.arange(tokens + 1)) == np.append(0, np.cumsum(rows))).all(), mask
 
 
 def test_where_a_few_queries_have_most_pairs_the_result_says_how_uneven_ranks_are():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention.batched_copy import copy_all, moves
+from attention.batched_copy import copy_all
 from attention.tensors import put_, take
 
 pytest.importorskip("triton")
@@ -82,22 +82,6 @@ def test_copies_of_every_size_stride_and_dtype_in_one_call(device):
     wide = torch.zeros(whole.shape, device=device)
     copy_all([(wide, whole.bfloat16())])
     assert torch.equal(wide, whole.bfloat16().float())
-
-
-def test_shapes_that_differ_are_refused(device):
-    with pytest.raises(RuntimeError, match="size"):
-        copy_all([(torch.zeros(1, 10, 2, 8, device=device), torch.zeros(1, 20, 2, 8, device=device))])
-
-
-@pytest.mark.parametrize("n", [1, 20])
-def test_moves_write_the_tokens_they_name(device, n):
-    x, into = normal(2, 100, 4, 16, device=device), normal(2, 120, 4, 16, device=device, seed=1)
-    expected = into.clone()
-    places = [((5 * i, 5 * i + 3 + i % 2), (119 - 6 * i - 3 - i % 2, 119 - 6 * i)) for i in range(n)]
-    for (a, b), (c, d) in places:
-        expected[:, c:d] = x[:, a:b]
-    copy_all(moves(into, x, places))
-    assert torch.equal(into, expected)
 
 
 @pytest.mark.parametrize("copy", [copy_words, copy_all])

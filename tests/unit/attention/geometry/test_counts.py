@@ -45,13 +45,3 @@ def test_a_block_moves_its_inputs_and_outputs_once():
     # Ulysses on 4 ranks: 16 tokens of 2 query heads in and out, and of one KV head
     problem = made("ulysses", 16, 4)
     assert [counts.kernel_bytes(problem, SHAPES, rank, False) for rank in range(4)] == [16 * (2 * 2 + 2) * HEAD] * 4
-
-
-def test_fused_chunks_read_each_prefix_once_and_separate_ones_as_often_as_it_is_attended():
-    # 4 chunks of 32 tokens read prefixes of 32, 64, 96 and 128: 320 tokens against 128, a saving of 1 - 2 / (4 + 1)
-    problem = VARIANTS["grouped"].problem((0, 128), 1, CAUSAL, {"n_groups": 4})
-    shapes = Shapes(3, 8, 2, 64, 2)
-    token = 3 * 2 * 64 * 2 * 2  # batch, KV heads, head dim, bytes, k and v
-    assert counts.kv_bytes_read(problem, shapes, 0, "separate") == 320 * token
-    assert counts.kv_bytes_read(problem, shapes, 0, "packed") == 320 * token
-    assert counts.kv_bytes_read(problem, shapes, 0, "fused") == 128 * token

@@ -8,7 +8,6 @@ import pytest
 
 from attention.geometry import layouts
 from attention.geometry.layouts import Layout, positions, size
-from attention.variants.grouped import chunked
 from attention.variants.llama3 import PACKED
 from attention.variants.stripe import STRIPE
 from attention.variants.zigzag import ZIGZAG
@@ -88,14 +87,6 @@ def test_a_rank_holds_the_tokens_of_the_table_in_its_order(name, world):
 def test_the_shards_of_a_decode_are_equal_but_for_the_last_which_are_short_or_empty():
     # 9 keys on 8 ranks: two each, so that the fifth has one and the last three none
     assert [size(shard) for shard in layouts.DECODE.shards((0, 9), 8)] == [2, 2, 2, 2, 1, 0, 0, 0]
-
-
-@pytest.mark.parametrize("n", [1, 3, 8])
-def test_a_chunked_replica_is_everything_in_equal_consecutive_chunks_of_every_sequence(n):
-    for lengths in ((2 * n,), (n, 0, 3 * n)):
-        for shard in chunked(n).shards(cumulated(lengths), 3):
-            assert positions(shard) == list(range(sum(lengths)))
-            assert [len(r) for r in shard] == [length // n for length in lengths for _ in range(n)]
 
 
 # layouts of groups, as Ulysses has them, with every number of ranks in a group; groups of one are the layout itself

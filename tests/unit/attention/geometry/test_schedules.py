@@ -185,22 +185,6 @@ def test_zigzag_llama3_gathers_only_others_keys_or_each_shard_in_one_stretch(wor
     assert {LOCAL_FIRST, GATHER_SHARDS} <= schedules
 
 
-@pytest.mark.parametrize(
-    ("cu_seqlens", "mask", "options", "expected"),
-    [
-        ((0, 64), CAUSAL, {}, True),
-        ((0, 64), CAUSAL, {"own_first": False}, False),
-        ((0, 64), CAUSAL, {"heads_k_stride": 1}, False),
-        ((0, 64), Band(9, 0), {}, False),
-        ((0, 16, 64), CAUSAL, {"own_first": True}, True),
-    ],
-)
-def test_single_sequences_begin_with_ones_own_keys(cu_seqlens, mask, options, expected):
-    problem = VARIANTS["zigzag_llama3"].problem(cu_seqlens, 4, mask, options)
-    assert (problem.schedule is LOCAL_FIRST) == expected
-    assert VARIANTS["zigzag_llama3"].problem(cu_seqlens, 1, mask, options).schedule is not LOCAL_FIRST
-
-
 @every_world
 def test_usp_is_as_near_to_a_square_as_it_goes_unless_told(world):
     for n in divisors(world):

@@ -87,15 +87,6 @@ def shape(device="cpu", dtype=torch.bfloat16, heads=8, kv_heads=2, head_dim=64, 
     return Shape(device, dtype, heads, kv_heads, head_dim, packed)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=kernels.name_of)
-def test_auto_takes_a_kernel_that_does_every_mask(device, dtype):
-    for head_dim in (20, 80, 512):
-        for masks in ((FULL,), (FULL, CAUSAL), (CAUSAL, Band(64, 0))):
-            call = shape(device, dtype, head_dim=head_dim)
-            assert not any(refusal(select("auto", call, masks), call, mask) for mask in masks)
-
-
 @pytest.mark.parametrize(
     "name, message",
     [
@@ -130,10 +121,3 @@ def test_an_unsupported_call_is_refused_with_exactly_the_kernels_that_can(name, 
     assert offers == {k for k, kernel in KERNELS.items() if not refusal(kernel, call, mask)} - {name} != set()
     for offer in offers:
         assert select(offer, call, (FULL, mask)).name == offer
-
-
-def test_a_shape_is_read_off_the_tensors():
-    q, k = torch.zeros(2, 5, 8, 64, dtype=torch.bfloat16), torch.zeros(2, 7, 2, 64, dtype=torch.bfloat16)
-    shape = Shape("cpu", torch.bfloat16, 8, 2, 64, backward=False, tokens=5)
-    assert Shape.of(q, k, k) == shape
-    assert Shape.of(q[0].requires_grad_(), k[0], k[0]) == replace(shape, packed=True, backward=True)

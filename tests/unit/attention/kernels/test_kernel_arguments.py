@@ -41,16 +41,6 @@ def test_a_band_is_flash4s_window_with_none_for_unbounded(mask, expected):
     assert tuple(flash4.window(mask).values()) == expected
 
 
-def test_flash4_writes_to_rows_on_multiples_of_16_bytes_only():
-    x = torch.empty(2, 10, 4, 64, dtype=torch.bfloat16)
-    assert flash4.writable(x) and flash4.writable(x[:, 3:7]) and flash4.writable(x[:, :, 1:3])
-    assert not flash4.writable(x.transpose(-1, -2))
-    assert not flash4.writable(x[..., 1:9])
-    assert not flash4.writable(x[:, :1].expand(2, 10, 4, 64))
-    lse = torch.empty(2, 4, 11)
-    assert flash4.writable(lse[..., 1:4], align=4) and not flash4.writable(lse[..., ::2], align=4)
-
-
 @every_mask
 def test_a_call_as_a_pattern_keeps_the_pairs_of_each_sequence(mask):
     expected = torch.block_diag(*(kept(mask, sq, sk).int() for sq, sk in zip(*PACK, strict=True))).bool()

@@ -4,10 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.kernels.flash4_sparse import longest_part
 from attention.kernels.tile_lists import FAR, TILE, TileLists, listed, row_intervals, tiles_of
-from attention.masks.pattern import Pattern
-from attention.masks.rectangles import UNBOUNDED, rectangles
 from tests.support.patterns import PATTERNS, kept, random_pattern
 
 CPU = torch.device("cpu")
@@ -62,15 +59,3 @@ def test_a_pattern_whose_partial_tiles_have_one_band_says_so():
     assert tiles_of(PATTERNS["causal"]).band == (-FAR, 0)
     assert tiles_of(PATTERNS["window_and_global_tile"]).band == (-255, 0)
     assert tiles_of(PATTERNS["documents"]).band is None
-
-
-def test_lists_grow_with_the_tiles_and_not_with_their_square():
-    """A window and a global tile, whose list by keys is as long as the sequence."""
-
-    def size(tokens: int) -> int:
-        rows = [(0, tokens, 0, tokens, -1023, 0), (1151, tokens, 0, 128, -UNBOUNDED, -1024)]
-        tiles = tiles_of(Pattern(tokens, tokens, rectangles(rows)))
-        both = [listed(tiles, by_keys, longest_part(tiles, tokens // TILE)) for by_keys in (False, True)]
-        return sum(x.nbytes for lists in both for x in (*lists.partial, *lists.full))
-
-    assert size(1 << 20) < 17 * size(1 << 16)

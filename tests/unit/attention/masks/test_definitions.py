@@ -81,7 +81,6 @@ ERRORS = {
     "full has no parameters": lambda: masks.make("full", window=3),
     "mask=documents: needs lengths": lambda: masks.make("documents"),
     "left=-2: must be at least -1": lambda: masks.sliding_window(-2),
-    "chunk=1.5: must be a whole number": lambda: masks.chunked(1.5),
     "prefix=9: the sequence has 8 tokens": lambda: masks.prefix_lm(9).pairs(8),
     "lengths=5: must be a list": lambda: masks.documents(5),
     r"lengths\[1\]=-4: must be at least 0": lambda: masks.documents([3, -4]),
@@ -90,7 +89,6 @@ ERRORS = {
     "global_tokens=9: the sequence has 8 tokens": lambda: masks.global_window(2, 9).pairs(8),
     "causal=1: must be true or false": lambda: masks.global_window(2, 9, 1),
     "pattern=dilated: did you mean dilated_sparse": lambda: masks.block_sparse("dilated"),
-    "granularity=tiles: did you mean tile": lambda: masks.dca(2, 4, 4, "tiles"),
     "selector=learned: .*hidden states.*attention.masks.learned": lambda: masks.dca(2, 4, 4, selector="learned"),
     "inner=.*has no name": lambda: masks.make("documents", lengths=[3], inner={"left": 3}),
     r"prefixes\[0\]=4: document 0 has 3 tokens": lambda: masks.prefix_lm_documents([3, 4], [4, 0]).pairs(7),
@@ -99,8 +97,6 @@ ERRORS = {
     r"rectangle 0, queries \[0, 4\] and keys \[0, 9\].*5 tokens": lambda: masks.rectangles(
         [((0, 4), (0, 9), (-1, 0))]
     ).pairs(5),
-    "rectangle 1, 4: must be": lambda: masks.rectangles([((0, 1), (0, 1), (0, 0)), 4]),
-    "parts=None: must be a list of": lambda: masks.rectangles(None),
     "tokens=1.5: must be a whole number": lambda: masks.causal().pairs(1.5),
     "rectangle 0, .*must be": lambda: masks.rectangles([((3, 1), (0, 9))]),
 }
@@ -136,11 +132,3 @@ def test_two_rectangles_that_share_a_pair_are_found():
             refused += 1
             assert any(f"rectangles {i} and {j}," in str(error) for i, j in sharing), (parts, error)
     assert 15 < refused < 85
-
-
-@pytest.mark.parametrize("axis", [0, 1])
-def test_disjoint_rectangles_are_checked_without_comparing_all(axis):
-    n = 20_000  # 200 million pairs of rectangles
-    thin = [(i, i + 1) for i in range(n)]
-    parts = [((0, n), x, (-1, -1)) if axis else (x, (0, n), (-1, -1)) for x in thin]
-    assert masks.rectangles(parts).pairs(n) == n * n

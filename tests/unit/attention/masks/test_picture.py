@@ -20,11 +20,3 @@ def test_a_cell_is_as_dark_as_its_part_of_the_mask_is_dense(S, width):
         for j in range(n):
             share = expected[at[i] : at[i + 1], at[j] : at[j + 1]].mean()
             assert line[2 * j] == line[2 * j + 1] == ("█" if share == 1 else "·░▒▓"[math.ceil(3 * share)])
-
-
-def test_pictures_at_the_borders():
-    assert masks.full().picture(0) == ""
-    assert masks.rectangles([]).picture(2, 2) == "····\n····"
-    assert set(masks.full().picture(1 << 24)) == {"█", "\n"}
-    with pytest.raises(ValueError, match="width=0"):
-        masks.full().picture(8, 0)
