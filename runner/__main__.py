@@ -130,14 +130,14 @@ def _main() -> int:
 
 
 def _program(flags: list[str], texts: list[str], stops: Stops) -> int:
-    from runner import ab, app, command, plan
+    from runner import app, command, plan
     from runner.config import folders, overrides
     from runner.output import display
 
     # the name in Hydra's help; a shell completes the installed command
     installed = {*COMPLETION} & {*flags} or sys.argv[0].endswith("attention-runner")
     sys.argv[0] = "attention-runner" if installed else "python -m runner"
-    arguments = ab.expand(folders.resumed(texts))
+    arguments = command.expand(folders.resumed(texts))
     multirun = overrides.is_sweep(arguments) or bool({*MULTIRUN} & {*flags})
     if multirun and not {*MULTIRUN, *SHOWING} & {*flags}:
         flags.append("-m")
@@ -172,13 +172,13 @@ def _program(flags: list[str], texts: list[str], stops: Stops) -> int:
 
 def _sum_up(folder: Path, arguments: list[str], whole: bool) -> None:
     """Print the table of a sweep and, of a `whole` one, where its page is and what was compared."""
-    from runner import ab
+    from runner.command import verdicts
     from runner.output import display, summary
     from runner.report import page
 
     display.sweep_table(summary.sweep_rows(folder))
     display.out.print(f"Sweep: {folder}", soft_wrap=True)
-    for line in [page.at_end_of_sweep(folder), *ab.verdicts(folder, arguments)] if whole else []:
+    for line in [page.at_end_of_sweep(folder), *verdicts(folder, arguments)] if whole else []:
         display.out.print(line, soft_wrap=True, markup=False)
 
 

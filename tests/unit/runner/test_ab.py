@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from runner import ab, rounds
+from runner import command, rounds
 from runner.config import overrides
 from runner.config.values import InvalidConfig
 from runner.measure.statistics import of_ranks
@@ -15,10 +15,10 @@ from tests.support.recorded import result, write
 @pytest.mark.parametrize("values", ["kernel:sdpa_flash,math", "window:[512,0],[64,0]", "launch.env:{A:1},{A:2}"])
 def test_it_is_a_sweep_over_two_values_that_take_turns(values):
     key, _, both = values.partition(":")
-    sweep = ab.expand(["seq_len=1,2", f"ab={values}", "order=interleaved"])
+    sweep = command.expand(["seq_len=1,2", f"ab={values}", "order=interleaved"])
     assert sweep == ["seq_len=1,2", f"{key}={both}", f"order=interleaved:{key}"]
     assert rounds.groups(overrides.jobs(sweep), sweep[-1][6:]) == [[0, 1], [2, 3]]
-    assert ab.expand(["kernel=math", "order=auto"]) == ["kernel=math", "order=auto"]
+    assert command.expand(["kernel=math", "order=auto"]) == ["kernel=math", "order=auto"]
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,11 @@ def test_it_is_a_sweep_over_two_values_that_take_turns(values):
 )
 def test_what_it_cannot_compare_is_refused_in_a_line(given, why):
     with pytest.raises(InvalidConfig) as refused:
-        ab.expand(given)
+        command.expand(given)
     assert why in str(refused.value) and "\n" not in str(refused.value)
 
 
-SWEEP = ab.expand(["ab=kernel:math,flex"])
+SWEEP = command.expand(["ab=kernel:math,flex"])
 
 
 def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float], seed: int) -> None:
@@ -60,7 +60,7 @@ def test_there_is_a_verdict_for_each_combination_of_the_other_keys(tmp_path):
         clocks = [1.0, 1.1, 0.95]
         in_rounds(tmp_path, "math", seq_len, 10.0, clocks, 1)
         in_rounds(tmp_path, "flex", seq_len, ms, clocks if seq_len < 32768 else [0.9, 1.05, 1.1], 2)
-    lines = sorted(ab.verdicts(tmp_path, SWEEP))
+    lines = sorted(command.verdicts(tmp_path, SWEEP))
     start = "kernel=flex against kernel=math:"
     assert lines[0].startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
     assert lines[1].startswith(f"seq_len=32768: {start} inconclusive") and lines[1].count("narrows it") == 1

@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from runner import ab, catalog, compare, pack
+from runner import catalog, command, compare, pack
 from runner.__main__ import split
 from runner.config import overrides
 from runner.output import columns
@@ -44,7 +44,7 @@ def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
         if "+experiment=canonical" in arguments:
             continue
         flags, texts = split([text for text in arguments if text != "cost"])
-        texts = ab.expand(texts)
+        texts = command.expand(texts)
         many = "-m" in flags or overrides.is_sweep(texts) or module != ""
         overrides.check(texts, many)
         if not many and not flags:
