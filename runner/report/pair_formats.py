@@ -61,7 +61,7 @@ class Comparison:
     def summary(self) -> str:
         """The number of pairs by verdict, and the geometric mean of B's time over A's."""
         counts = Counter(verdict for pair in self.pairs for verdict in pair.verdicts)
-        text = f"{len(self.pairs)} runs: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}"
+        text = f"{len(self.pairs)} run{'s' * (len(self.pairs) != 1)}: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}"
         times = [[run.ms(self.which) for run in pair.runs] for pair in self.pairs]
         ratios = [ms[0] / ms[1] for ms in times if len(ms) == 2 and ms[0] and ms[1]]
         if not ratios:
