@@ -48,7 +48,7 @@ def compared(capsys):
 def test_a_pass_is_slower_beyond_the_tolerance_and_the_noise(tmp_path, compared, after, width, arguments, said):
     values = [[with_interval(result("zigzag", ms), width)] for ms in (10, after)]
     status, text = compared(*sets(tmp_path, *values), *arguments)
-    assert status == (said == "slower") and f"1 runs: 1 {said};" in text
+    assert status == (said == "slower") and f"1 run: 1 {said};" in text
     assert f"total in B over A: {after / 10:.3f} (geometric mean of 1)" in text
 
 
@@ -80,7 +80,7 @@ def sampled(folder: Path, ms: float, noise: float, seed: int) -> Path:
 def test_a_planted_change_is_found_and_noise_is_not_called_one(tmp_path, compared, factor, noise, expected):
     a, b = sampled(tmp_path / "a", 10, noise, 1), sampled(tmp_path / "b", 10 * factor, noise, 2)
     status, said = compared(str(a), str(b))
-    assert f"1 runs: 1 {expected};" in said and status == (expected == "slower")
+    assert f"1 run: 1 {expected};" in said and status == (expected == "slower")
     assert ("(B/A " in said) == (expected != "even")
     pack.pack(b, b)
     assert compared(str(a), str(b)) == (status, said)  # packed too
