@@ -4,11 +4,13 @@ removed."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX, OWNED = "attention-world-", "owned"  # names of a world's folder and of the locked file in it
@@ -28,17 +30,24 @@ def own_folder() -> tuple[Path, int]:
 
 def remove_abandoned() -> None:
     """Remove the folders of worlds whose program was killed before it could do so. The kernel drops a program's locks
-    when it ends, whatever its process id. Folders that another kernel locked, on a shared file system, stay. Anyone may put
-    anything into a shared temporary folder: a lock is a regular file in a folder of this user, and opening it waits for nothing,
-    as that of a pipe would."""
+    when it ends, whatever its process id. Folders that another kernel locked, on a shared file system, stay."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), contextlib.ExitStack() as opened:  # locked, or removed meanwhile
-            kinds = [path.lstat() for path in (folder, folder / OWNED)]
-            formats = [stat.S_IFMT(kind.st_mode) for kind in kinds]
-            if {kind.st_uid for kind in kinds} != {os.geteuid()} or formats != [stat.S_IFDIR, stat.S_IFREG]:
-                continue
-            lock = os.open(folder / OWNED, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            opened.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.read(lock, 100) == BOOT_ID.read_bytes():
+        with contextlib.suppress(OSError), _opened_lock(folder) as descriptor:  # locked, or removed meanwhile
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.read(descriptor, 100) == BOOT_ID.read_bytes():
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _opened_lock(folder: Path) -> Iterator[int]:
+    """The descriptor of a world's lock. Anyone may put anything into a shared temporary folder, so all but a regular
+    file in a folder of this user, without symbolic links, raises OSError, and opening waits for nothing."""
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # opening a pipe waits for its other end
+    with contextlib.ExitStack() as opened:
+        here = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | flags)
+        opened.callback(os.close, here)
+        lock = os.open(OWNED, os.O_RDWR | flags, dir_fd=here)
+        opened.callback(os.close, lock)
+        if not stat.S_ISREG(os.fstat(lock).st_mode) or {os.fstat(x).st_uid for x in (here, lock)} != {os.geteuid()}:
+            raise PermissionError(errno.EPERM, "not a world's folder of this user", str(folder))
+        yield lock

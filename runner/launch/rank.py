@@ -26,8 +26,6 @@ from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
 SETTLE_S = 1.0  # delay of a rank that only noticed another rank's failure, so that the failed rank is reported first
-# in messages of a rank that noticed another one's failure
-GONE = ("onnection", "Broken pipe", "closed by peer", "gloo", "NCCL", "transport=symm: rank", "Disagreement")
 PROVOKED_GIB = 0.3  # memory left to a CPU rank that launch.fault makes run out of memory
 
 
@@ -178,7 +176,7 @@ def _give_up(me: Rank | None, error: BaseException) -> NoReturn:
         out_of_memory = is_out_of_memory(error)
         first_line = str(error).strip().partition("\n")[0]
         text = f"{type(error).__name__}: {first_line}"
-        if not out_of_memory and any(sign in text for sign in GONE):
+        if not out_of_memory and _remote_rank_gone(text):
             time.sleep(SETTLE_S)
         if me is not None and me.phase != "idle":  # in a job
             me.fault = None
@@ -197,6 +195,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     onednn = "could not create a primitive"
     signs = ("can't allocate memory", "out of memory", "Cannot allocate memory", "DefaultCPUAllocator", onednn)
     return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in signs)
+
+
+def _remote_rank_gone(text: str) -> bool:
+    signs = (
+        "onnection",
+        "Broken pipe",
+        "closed by peer",
+        "gloo",
+        "NCCL",
+        "transport=symm: rank",
+        "Disagreement",
+    )
+    return any(sign in text for sign in signs)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""The inputs of a case and their exact results."""
+"""What jobs compare with."""
 
 from __future__ import annotations
 
@@ -9,20 +9,38 @@ from typing import Any
 from zlib import crc32
 
 import torch
+from torch import Tensor
 
 from attention.kernels import KERNELS, Call
 from attention.masks.band import Band
+from tests.support.naive import attention as plain
+from tests.support.naive import kept
+
+
+def rel(x: Tensor, reference: Tensor) -> float:
+    """Relative L2 error; inf for NaN, which `max` would ignore."""
+    error = float((x.detach().double() - reference.double()).norm() / reference.double().norm())
+    return math.inf if math.isnan(error) else error
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Band, dout: Tensor | None = None) -> list[Tensor]:
+    """[out, lse] of dense `[B, S, H, D]` tensors in fp64, and with dout the gradients of q, k, v."""
+    leaves = [x.detach().double().requires_grad_(dout is not None) for x in (q, k, v)]
+    out, lse = plain(*leaves, q.shape[-1] ** -0.5, kept(mask, q.shape[1], k.shape[1], q.device))
+    gradients = () if dout is None else torch.autograd.grad(out, leaves, dout.double())
+    return [out.detach(), lse.detach(), *gradients]
+
+
+def spoil(device: torch.device) -> None:
+    """Fill free memory with NaN: on a CPU, where calls are smaller and filling takes longer, less."""
+    for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, *([1 << 22] if device.type == "cuda" else [])):
+        torch.full((size,), torch.nan, device=device)
+
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 KNOWN = 64  # calls whose results are kept
-
-
-def rel(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """Relative L2 error; inf for NaN, which `max` would ignore."""
-    found = float((x.detach().double() - reference.double()).norm() / reference.double().norm())
-    return math.inf if math.isnan(found) else found
 
 
 def inputs(case: dict[str, Any], dtype: str, device: torch.device) -> list[torch.Tensor]:
@@ -60,9 +78,3 @@ def call_of(mask: Band, packs: list[int] | None, dim: int, device: torch.device,
         return Call(scale, mask)
     lengths = [b - a for a, b in pairwise(packs)]
     return Call(scale).of_packed(mask, lengths, lengths, device)
-
-
-def spoil(device: torch.device) -> None:
-    """Fill free memory with NaN: on a CPU, where calls are smaller and filling takes longer, less."""
-    for size in (1 << 10, 1 << 14, 1 << 17, 1 << 20, *([1 << 22] if device.type == "cuda" else [])):
-        torch.full((size,), torch.nan, device=device)

@@ -117,16 +117,6 @@ def _logged(name: str, into: list[str]) -> Iterator[None]:
         logging.getLogger(name).removeHandler(handler)
 
 
-def phase_names(me: Rank, name: str) -> list[str]:
-    from attention.profiling import Recorder, recording
-
-    fn = attention.make(name)
-    q, k, v = (fn.shard(torch.randn(1, 16 * me.world, 4, 16)).requires_grad_() for _ in range(3))
-    with recording(Recorder(me.device)) as recorder:
-        fn(q, k, v, causal=True).sum().backward()
-    return sorted({span.name for span in recorder.spans})
-
-
 def trained_after_inference(me: Rank, name: str, transport: str) -> float:
     """A group's first call under inference mode, then a training step: the difference of its results from those of a
     group without such a call."""

@@ -19,12 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention
+from runner.launch.files import WorldSpec
 from tests.support import masks as masked
+from tests.support.gpus import shared
 from tests.support.naive import attention as plain
 from tests.support.strides import STRIDES
 
 if TYPE_CHECKING:
     from attention.masks import Mask
+    from runner.launch.pool import Pool
     from runner.launch.rank import Rank
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -226,14 +229,30 @@ def uninitialised_is_nan() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before
 
 
+def judged(
+    pool: Pool, cases: list[Case], device: str = "cpu", timeout_s: float = 200.0, poisoned: bool = True
+) -> list[tuple[Case, str]]:
+    """Each case, and what `judge` says of it in a living world. The cases of a world are one job. poisoned: every second case has
+    uninitialised memory filled with NaN."""
+    said: dict[int, str] = {}
+    for world in sorted({case.world for case in cases}):
+        mine = [i for i, case in enumerate(cases) if case.world == world]
+        arguments = {"cases": [cases[i].plain() for i in mine], "poisoned": [poisoned and i % 2 == 0 for i in mine]}
+        spec = WorldSpec(world, device, share_gpu=device == "cuda" and shared(world))
+        outcome = pool.get(spec).call(judge, arguments, timeout_s)
+        assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
+        said |= dict(zip(mine, outcome.result, strict=True))
+    return [(case, said[i]) for i, case in enumerate(cases)]
+
+
 def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[str]:
     """A job for a world: for each case "ok", "refused: why" or "wrong: how". A refusal must be one line, and the same
     on every rank."""
     found = []
-    for case, poison in zip(map(Case.of, cases), poisoned, strict=True):
+    for number, (case, poison) in enumerate(zip(map(Case.of, cases), poisoned, strict=True)):
         try:
             with uninitialised_is_nan() if poison else nullcontext():
-                results = compute(case)
+                results = compute(case, device=me.device)
             said = "computed"
         except ValueError as error:
             said = f"refused: {error}"
@@ -243,7 +262,7 @@ def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[s
         if len({x.partition(":")[0] for x in everyone}) > 1:
             raise AssertionError(f"{case}: the ranks do not agree: {everyone}")
         if said == "computed":
-            how = wrong(case, results) if case.seed % me.world == me.rank else None  # the ranks share the references
+            how = wrong(case, results) if number % me.world == me.rank else None  # the ranks share the references
             how = next((x for x in me.gather(how) if x), None)
             said = f"wrong: {how}" if how else "ok"
         elif not FORM.fullmatch(said.removeprefix("refused: ")):
@@ -252,18 +271,20 @@ def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[s
     return found
 
 
-def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+def compute(
+    case: Case, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """out, lse and the gradients asked for, global and on every rank. Raises ValueError where the call is refused, and
     AssertionError where an input was changed or `unshard` does not undo `shard`."""
     mask = masked.intersection(case.masks)
     fn = _made(case, mask, group)
     cu, added, outside = case.cu_seqlens, 0, None
     if case.pad:
-        real, added = fn.shard(torch.ones(case.tokens) if cu else torch.ones(1, case.tokens), cu, pad=True)
+        real, added = fn.shard(torch.ones(*([] if cu else [1]), case.tokens, device=device), cu, pad=True)
         outside = real.view(-1) == 0
     given, kept = {}, {}
     for (name, x), layout in zip(whole(case).items(), case.layouts, strict=True):
-        role = "kv" if name in "kv" else "q"
+        role, x = "kv" if name in "kv" else "q", x.to(device)
         for b, n in enumerate(case.kv_lengths or ()):
             if name in "kv":
                 x[b, n:] = 50.0  # whatever a cache has there
@@ -276,12 +297,15 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
         kept[name] = shard
     how = {"causal": case.causal, "window": case.window, "scale": case.scale, "mask": mask, "softcap": case.softcap}
     if (sinks := sinks_of(case)) is not None:
-        how["sinks"] = given["s"] = sinks.requires_grad_("s" in case.gradients)
+        how["sinks"] = given["s"] = sinks.to(device).requires_grad_("s" in case.gradients)
     how |= {"kv_tokens": case.tokens} if case.queries is not None else {"cu_seqlens": cu, "padding": added}
     if case.kv_lengths is not None:
-        how["kv_lengths"] = case.kv_lengths
+        how["kv_lengths"] = case.kv_lengths if case.seed % 2 else torch.tensor(case.kv_lengths, device=device)
     if case.prefix:
-        how |= {"prefix": tuple(fn.shard(x, role="kv") for x in prefix_of(case)), "prefix_tokens": case.prefix}
+        how |= {
+            "prefix": tuple(fn.shard(x.to(device), role="kv") for x in prefix_of(case)),
+            "prefix_tokens": case.prefix,
+        }
     out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
     results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
     if case.gradients:
@@ -307,7 +331,7 @@ def compute(case: Case, group: dist.ProcessGroup | None = None) -> dict[str, Ten
 
 def _made(case: Case, mask: Mask | None, group: dist.ProcessGroup | None) -> attention.ContextParallel:
     options = dict(case.options)
-    if "mask" in variants()[case.variant].options.from_call:
+    if case.variant in variants() and "mask" in variants()[case.variant].options.from_call:
         options["mask"] = mask or attention.masks.full()
     return attention.make(
         case.variant,
@@ -367,7 +391,7 @@ def wrong(case: Case, results: dict[str, Tensor]) -> str | None:
     """What differs from the reference, or None."""
     exact = reference(case)
     for name, x in results.items():
-        expected = exact[name]
+        expected = exact[name].to(x.device)
         if x.shape != expected.shape:
             return f"{name} is {tuple(x.shape)}, not {tuple(expected.shape)}"
         unseen = expected == -torch.inf

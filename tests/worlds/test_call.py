@@ -15,7 +15,7 @@ import attention
 from attention.api import ContextParallel
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from tests.jobs import groups, numerics, training
+from tests.jobs import groups, training
 from tests.support.naive import attention as plain
 from tests.support.naive import kept
 
@@ -120,10 +120,6 @@ def test_a_function_made_before_the_process_group_is_refused_in_it(in_world):
     """Each rank would attend to its own shard alone."""
     for said in in_world(groups.made_alone, 2):
         assert re.search(r"made or unpickled before init_process_group, and there are 2 ranks now: ", said)
-
-
-def test_token_ids_come_back_whole(in_world):
-    assert in_world(numerics.ids_round_trip, 2, names=["zigzag", "llama3"], transport="gloo")
 
 
 def test_a_rank_outside_the_group_is_refused(in_world):

@@ -1,5 +1,6 @@
 """Worlds: warm, and whatever can happen to a rank comes back as an outcome with nothing left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.launch import agent, processes
 from runner.launch.files import Part, WorldFiles, WorldSpec
 from runner.launch.ownership import BOOT_ID, remove_abandoned
 from runner.launch.pool import Pool
@@ -51,6 +53,18 @@ def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
     for _ in range(5):
         assert pool.get(TWO).call(faults.pids, {}).result == first
     assert (time.time() - start) / 5 < 0.2
+
+
+def kill_when_working(world, pid, number=signal.SIGKILL):
+    """A signal for a process of a world as soon as every rank is at work, while the test waits for what the world answers."""
+
+    def kill():
+        while world.alive and [state["phase"] for state in world.files.states()] != ["working"] * world.spec.world_size:
+            time.sleep(0.02)
+        if world.alive:
+            os.kill(pid, number)
+
+    threading.Thread(target=kill, daemon=True).start()
 
 
 @pytest.fixture
@@ -126,23 +140,15 @@ def test_what_happens_to_a_rank_is_an_outcome_and_nothing_is_left(world, job, ar
 
 
 @pytest.mark.parametrize(
-    ("pid_of", "number", "rank", "reason"),
+    ("whose", "number", "rank", "reason"),
     [
-        (lambda world: world.files.states()[1]["pid"], 39, 1, "rank 1 was killed by signal 39"),
-        (lambda world: world.agent.process.pid, signal.SIGKILL, None, "agent that had started the ranks was killed by SIGKILL"),
+        ("rank", 39, 1, "rank 1 was killed by signal 39"),
+        ("agent", signal.SIGKILL, None, "the agent that had started the ranks was killed by SIGKILL"),
     ],
-    ids=["rank", "agent"],
-)  # fmt: skip
-def test_who_was_killed_is_said_with_the_signal(world, pid_of, number, rank, reason):
+)
+def test_who_was_killed_is_said_with_the_signal(world, whose, number, rank, reason):
     pids = world.call(faults.pids, {}).result
-
-    def kill():
-        """As soon as every rank is at work, while the test waits for what the world answers."""
-        while world.alive and {state["phase"] for state in world.files.states()} != {"working"}:
-            time.sleep(0.02)
-        os.kill(pid_of(world), number)
-
-    threading.Thread(target=kill, daemon=True).start()
+    kill_when_working(world, pids[1] if whose == "rank" else world.agent.process.pid, number)
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank) == ("crash", rank) and reason in outcome.reason and outcome.begun
     assert gone(pids)
@@ -202,13 +208,34 @@ def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
         (['"/x/torch/distributed/distributed_c10d.py", line 9 in barrier', '"/x/runner/launch/rank.py", line 9 in say'], True),
         (['"/x/threading.py", line 3 in wait', '"/x/concurrent/futures/_base.py", line 3 in wait',
           '"/x/attention/transports/queues.py", line 3 in wait'], True),
+        (['"/x/mine.py", line 3 in loop', '"/x/torch/distributed/elastic/multiprocessing/api.py", line 6 in _wrap'], False),
         (['"/x/threading.py", line 3 in wait', '"/x/mine.py", line 3 in loop'], False),
+        ([], False),
     ],
 )  # fmt: skip
 def test_a_stack_says_whether_its_rank_waits_for_others(tmp_path, frames, waits):
     lines = ["said before", "Current thread 0x1 (most recent call first):", *(f"  File {frame}" for frame in frames)]
     (tmp_path / "rank0.log").write_text("\n".join(lines))
     assert WorldFiles(tmp_path, range(1)).in_exchange(0) is waits
+
+
+@pytest.mark.nightly
+def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
+    """Even where the tracker that unlinks it started only after the processes to kill were listed."""
+    listed = []
+
+    def first_without_trackers(leader):
+        group = processes.process_group(leader)
+        listed.append(leader)
+        return group if len(listed) > 1 else [pid for pid in group if not processes.is_tracker(pid)]
+
+    monkeypatch.setattr(agent, "process_group", first_without_trackers)
+    world = World(TWO)
+    shared = world.call(faults.hold_a_named_semaphore, {}).result
+    assert len(shared) == 2 and all(Path(path).exists() for path in shared)
+    assert world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
+    world.close()
+    assert not [path for path in shared if Path(path).exists()]
 
 
 def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one_and_fresh_replaces_a_world():
@@ -289,11 +316,18 @@ def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
 
 def listening(pids):
     """The addresses at which processes listen, as the kernel writes them."""
-    tables = [Path(f"/proc/net/{table}").read_text().splitlines()[1:] for table in ("tcp", "tcp6")]
-    rows = [line.split() for lines in tables for line in lines]
-    addresses = {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
-    descriptors = [path for pid in pids for path in Path(f"/proc/{pid}/fd").iterdir()]
-    return {addresses.get(Path(os.path.realpath(path)).name) for path in descriptors} - {None}
+    sockets = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                sockets[f"socket:[{fields[9]}]"] = fields[1].partition(":")[0]
+    found = []
+    for pid in pids:
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found.append(sockets.get(os.readlink(descriptor)))
+    return {address for address in found if address}
 
 
 def test_a_world_on_one_node_listens_on_the_loopback_only_and_meets_where_its_user_alone_can_read(pool):

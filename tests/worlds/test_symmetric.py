@@ -2,39 +2,7 @@
 
 import pytest
 
-from attention.geometry.counts import Shapes
-from attention.masks.band import Band
-from attention.variants.registry import VARIANTS
-from runner.costs import dry_run
-from tests.jobs import groups, numerics, shared_memory, traffic, training
-from tests.worlds.test_worlds import MASKS, SELF_ATTENTION, cases, does, options
-
-
-@pytest.mark.parametrize("name", SELF_ATTENTION)
-def test_variant_matches_fp64(in_world, name):
-    for chosen in options(name, 2):
-        given = {"name": name, "options": chosen, "cases": cases(name, 2, chosen), "transport": "symm"}
-        for found in in_world(numerics.compare, 2, **given):
-            assert found["errors"][0] < 1e-6 and max(found["errors"]) < 1e-5, found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SELF_ATTENTION)
-def test_each_rank_pulls_the_bytes_that_the_costs_say(in_world, name):
-    variant = VARIANTS[name]
-    world = 3
-    for causal, window in MASKS:
-        if not does(name, {"causal": causal, "window": window}, {}):
-            continue
-        sizes = {"tokens": 8 * world, "batch": 2, "heads": 12, "kv_heads": 1}
-        counted = in_world(traffic.counted, world, name=name, options={}, causal=causal, window=list(window),
-                           transport="symm", **sizes)  # fmt: skip
-        problem = variant.problem((0, 8 * world), world, Band.of(causal, window))
-        shapes = Shapes(2, 12, 1, 16, 4)
-        for rank, found in enumerate(counted):
-            passes = dry_run(variant, problem, shapes, rank=rank, pulls=True, backward=True)
-            for which, x in zip(("forward", "backward"), passes, strict=True):
-                assert {k: v for k, v in found[which].items() if v} == {k: v for k, v in x.received.items() if v}
+from tests.jobs import shared_memory, training
 
 
 @pytest.mark.slow
@@ -44,10 +12,6 @@ def test_many_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_wor
     assert found["error"] < 1e-5
     assert found["held"][0] == found["held"][1] > 0
     assert found["files"] == 0, "shared memory left behind"
-
-
-def test_two_groups_pull_at_once(in_world):
-    assert in_world(groups.two_groups, 4, transport="symm") < 1e-6
 
 
 @pytest.mark.parametrize("name", ("zigzag_llama3", "ulysses"))

@@ -1,10 +1,8 @@
 """Tensors of any strides: what a kernel cannot take as it lies is copied, in one place."""
 
-import pytest
 import torch
 
 from attention.tensors import fit, fits
-from tests.jobs import numerics
 from tests.support.strides import STRIDES
 
 torch.set_num_threads(1)
@@ -26,18 +24,3 @@ def test_a_copy_that_fits_passes_gradients_on():
     assert fits(found, 16)
     (grad,) = torch.autograd.grad(found, x, torch.ones_like(x))
     assert torch.equal(grad, torch.ones_like(x))
-
-
-IN_WORLDS = ["ring", "zigzag_llama3", "ring_allgather", "ulysses", "tree", "ring_decode"]
-FORMS = ("strided_last_dim", "heads_first", "misaligned", "one_token")
-
-
-@pytest.mark.parametrize("transport", ("gloo", "symm"))
-def test_every_variant_takes_shards_of_any_strides(in_world, transport):
-    for name, how, error in in_world(numerics.in_strides, 2, names=IN_WORLDS, forms=FORMS, transport=transport):
-        assert error < 1e-5, (name, how)
-
-
-def test_autocast_does_not_change_what_a_variant_computes_in(in_world):
-    for name, same in in_world(numerics.under_autocast, 2, names=IN_WORLDS):
-        assert same, name
