@@ -30,8 +30,8 @@ from pathlib import Path
 
 from runner import environment
 from runner.output import commands
-from runner.report.pair_formats import Comparison
-from runner.report.pairs import compare
+from runner.output.table import escaped
+from runner.report.pairs import notes, paired, table
 from runner.report.runs import PASSES, Run, read, where
 from runner.report.verdicts import TOLERANCE
 
@@ -42,27 +42,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _main(options: argparse.Namespace) -> int:
-    for name in ("tolerance", "memory_tolerance"):
-        if not getattr(options, name) >= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be at least 0; 0.02 is 2%")
+    if not options.tolerance >= 0:
+        raise ValueError(f"--tolerance {options.tolerance}: must be at least 0; 0.02 is 2%")
     sets = {str(folder): where(read([folder]), options.where) for folder in (options.a, options.b, *options.more)}
     names = [str(folder) for folder in (options.a, options.b, *options.more)]
     if options.more:
         names = _in_commit_order(names, sets)
-    steps = [_compared(a, sets[a], b, sets[b], options) for a, b in pairwise(names)]
-    print("\n\n".join(step.markdown(titled=len(steps) > 1) for step in steps))
-    statuses = [step.exit_status for step in steps]
+    statuses: set[int] = set()
+    parts = []
+    for name_a, name_b in pairwise(names):
+        a, b = sets[name_a], sets[name_b]
+        pairs = paired(a, b, options.which, options.tolerance)
+        if not any(pair.a and pair.b for pair in pairs):
+            alike = "the same variant, options, workload, ranks, kernel, transport, replay and timing"
+            raise ValueError(f"{name_a} and {name_b}: nothing was asked for in both; compared are runs with {alike}")
+        if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
+            raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
+        title = [f"## {escaped(name_a)} → {escaped(name_b)}\n"] if options.more else []
+        below = map(escaped, notes(a, b, pairs, options.which))
+        parts.append("\n".join([*title, table(pairs).markdown(), *below]))
+        statuses |= {pair.verdict.status for pair in pairs}
+    print("\n\n".join(parts))
     return 1 if 1 in statuses else max(statuses)
-
-
-def _compared(name_a: str, a: Sequence[Run], name_b: str, b: Sequence[Run], options: argparse.Namespace) -> Comparison:
-    pairs = compare(a, b, options.which, options.tolerance, options.memory_tolerance)
-    if not any(pair.a and pair.b for pair in pairs):
-        alike = "the same variant, options, workload, ranks, kernel, transport, replay and timing"
-        raise ValueError(f"{name_a} and {name_b}: nothing was asked for in both; compared are runs with {alike}")
-    if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
-        raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
-    return Comparison(name_a, name_b, a, b, pairs, options.which)
 
 
 def _in_commit_order(names: Sequence[str], sets: Mapping[str, Sequence[Run]]) -> list[str]:
@@ -85,7 +86,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
     add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
     add("--tolerance", type=float, default=TOLERANCE, help="of times (default 0.02: 2%%)")
-    add("--memory-tolerance", type=float, default=0.05, help="of peak memory (default 0.05)")
     return parser
 
 

@@ -1,24 +1,30 @@
-"""The runs of two result sets in pairs, each with its verdicts."""
+"""The runs of two result sets in pairs, each with its verdict, and the table of them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from statistics import geometric_mean
 
+from runner.output.table import Table
+from runner.output.terminal import gib
 from runner.report.entries import flat
-from runner.report.runs import Run, latest
+from runner.report.labels import varying_options
+from runner.report.runs import FACTS, PASSES, Run, latest
+from runner.report.table import counted, differing, fact, time
+from runner.report.tables import LEFT, environment_table
 from runner.report.verdicts import Interval, Verdict, speed
 
 # settings and groups of settings by which runs are paired, beside their ranks, replay and timing
-WORK = (
+WORK = {
     "batch", "heads", "kv_heads", "head_dim", "v_head_dim", "seq_len", "q_len", "kv_lengths", "prefix", "causal", "window",
-    "seqlens", "scale", "softcap", "sinks", "mode", "deterministic", "attention", "mask", "model", "kernel.name",
-    "transport.name", "dtype.name",
-)  # fmt: skip
-# settings by which runs are not told apart, and which may change their times
-BESIDE = ("timing.", "launch.env", "launch.share_gpu", "hardware.", "seed")
+    "seqlens", "seqlens_mean", "seqlens_std", "seqlens_multiple", "scale", "softcap", "sinks", "mode", "deterministic",
+    "attention", "mask", "model", "kernel.name", "transport.name", "dtype.name",
+}  # fmt: skip
+MEMORY_TOLERANCE = 0.05
 RESIDENT_NOISE = 16 << 20  # bytes by which the memory of a CPU process differs from one run to the next
+WAY_OUT = "inconclusive: the spread hides the tolerance; timing=adaptive or more timing.timing_runs narrows it"
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Pair:
 
     a: Run | None
     b: Run | None
-    verdicts: tuple[Verdict, ...]
+    verdict: Verdict
     ratio: Interval | None = None
 
     @property
@@ -37,28 +43,22 @@ class Pair:
         return [run for run in (self.b, self.a) if run is not None]
 
     @property
-    def worse(self) -> bool:
-        return any(verdict.worse for verdict in self.verdicts)
+    def text(self) -> str:
+        """The verdict, bold where it decides the exit status, with the interval of the ratio or the reason of a failure."""
+        text = str(self.verdict)
+        if self.ratio is not None and self.verdict != Verdict.EVEN:
+            text += f" (B/A {self.ratio[0]:.3f} to {self.ratio[1]:.3f})"
+        for run in [run for run in self.runs if not run.ok][:1]:
+            reason = " ".join((run.result.reason or "").split())[:100]
+            text += f": {run.status}{', ' if reason else ''}{reason}"
+        return f"**{text}**" if self.verdict.status else text
 
-    @property
-    def missing(self) -> bool:
-        return Verdict.MISSING in self.verdicts
 
-
-def compare(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float, memory_tolerance: float) -> list[Pair]:
+def paired(a: Sequence[Run], b: Sequence[Run], which: str, tolerance: float) -> list[Pair]:
     """All runs of both sets in pairs, in the order of B's tables, then the runs that B lacks. Of a repeated run the
     latest counts."""
-    key = keys((*b, *a))
-    before, after = (latest(runs, key.__getitem__) for runs in (a, b))
-    limits = which, tolerance, memory_tolerance
-    return [pair_of(before.get(work), after.get(work), *limits) for work in dict.fromkeys(key.values())]
-
-
-def keys(runs: Sequence[Run]) -> dict[Run, Hashable]:
-    """What was asked of each run: `asked`, and the replay where all runs of which the same was asked have one."""
-    works = {run: asked(run) for run in runs}
-    older = {work for run, work in works.items() if "replay" not in run.result.config}
-    return {run: (work, None if work in older else run.replay) for run, work in works.items()}
+    before, after = (latest(runs, asked) for runs in (a, b))
+    return [_pair(before.get(work), after.get(work), which, tolerance) for work in dict.fromkeys(map(asked, (*b, *a)))]
 
 
 def asked(run: Run) -> Hashable:
@@ -67,51 +67,77 @@ def asked(run: Run) -> Hashable:
     config = run.result.config
     if not run.attention:
         return run.result.key, str(config)
-    random = config.get("seqlens") in ("random", "real")
-    drawn = ("seed", "seqlens_mean", "seqlens_std", "seqlens_multiple") if random else ()
-    names = {*WORK, *drawn, *(["seed"] if config.get("kv_lengths") == "random" else [])}
+    drawn = config.get("seqlens") in ("random", "real") or config.get("kv_lengths") == "random"
+    names = WORK | ({"seed"} if drawn else set())
     settings = {
         (key, text)
         for key, text in flat(config).items()
         if names & {key, key.partition(".")[0]} and text not in ("none", "false")
     }
-    return run.world_size, run.graphs, run.timing, frozenset(settings)
+    return run.world_size, run.graphs, run.replay == "launches", run.timing, frozenset(settings)
 
 
-def pair_of(a: Run | None, b: Run | None, which: str, tolerance: float, memory_tolerance: float) -> Pair:
-    """The verdicts on run B after run A."""
-    if b is None:
-        return Pair(a, b, (Verdict.MISSING if a is None or a.ok else Verdict.GONE,))
-    if a is None:
-        return Pair(a, b, (Verdict.NEW,))
+def _pair(a: Run | None, b: Run | None, which: str, tolerance: float) -> Pair:
+    if a is None or b is None:
+        return Pair(a, b, Verdict.NEW if a is None else Verdict.MISSING if a.ok else Verdict.GONE)
     if not a.ok or not b.ok:
-        return Pair(a, b, (Verdict.MENDED if b.ok else Verdict.BROKEN if a.ok else Verdict.FAILED,))
+        return Pair(a, b, Verdict.MENDED if b.ok else Verdict.BROKEN if a.ok else Verdict.FAILED)
     verdict, ratio = speed(a, b, which, tolerance)
-    if _larger(a, b, memory_tolerance):
-        return Pair(a, b, (Verdict.LARGER,) if verdict == Verdict.EVEN else (verdict, Verdict.LARGER), ratio)
-    return Pair(a, b, (verdict,), ratio)
+    return Pair(a, b, Verdict.LARGER) if not verdict.status and _larger(a, b) else Pair(a, b, verdict, ratio)
 
 
-def _larger(a: Run, b: Run, tolerance: float) -> bool:
+def _larger(a: Run, b: Run) -> bool:
     """Whether the peak memory grew beyond the tolerance and, where it is that of a process, beyond its noise. A GPU's
     allocator counts exactly."""
     before, after = a.result.peak_bytes, b.result.peak_bytes
-    if not before or not after:
+    if not before or not after or not a.result.memory:
         return False
-    ranks = [rank for run in (a, b) if run.result.memory for rank in run.result.memory.by_rank]
-    noise = RESIDENT_NOISE if any(rank.peak_allocated is None for rank in ranks) else 0
-    return after - before > max(tolerance * before, noise)
+    process = any(rank.peak_allocated is None for rank in a.result.memory.by_rank)
+    return after - before > max(MEMORY_TOLERANCE * before, RESIDENT_NOISE * process)
 
 
-def settings_apart(pairs: Sequence[Pair]) -> list[str]:
-    """The settings beside those of `asked` in which the runs of a pair differ, a text each: `seed 1 → 2 in 3 pairs`. A
-    setting that only one of both has, as of another version, is left out."""
-    counts: Counter[str] = Counter()
-    for pair in pairs:
-        before, after = (flat(run.result.config) if run else {} for run in (pair.a, pair.b))
-        counts.update(
-            f"{key} {before[key]} → {after[key]}"
-            for key in before.keys() & after.keys()
-            if before[key] != after[key] and key.startswith(BESIDE) and key != "timing.timing_runs"
-        )
-    return [f"{text} in {n} pair{'s' if n > 1 else ''}" for text, n in sorted(counts.items())]
+def table(pairs: Sequence[Pair]) -> Table:
+    """A row for each pair: what sets it apart, its passes and its peak memory from A to B, and the verdict."""
+    runs = [run for pair in pairs for run in pair.runs]
+    varying, first = varying_options(runs), [pair.runs[0] for pair in pairs]
+    shown = [key for key in differing(first) if key not in ("gpu", "kernel", "transport")]
+    # kernel and transport only where the runs were asked for several
+    shown += [key for key in ("kernel", "transport") if len({getattr(run, f"asked_{key}") for run in runs}) > 1]
+    columns = {FACTS[key]: [fact(run, key, varying) for run in first] for key in shown}
+    columns |= {f"{which} ms": [_change(pair, which) for pair in pairs] for which in PASSES}
+    columns |= {"peak memory a rank": [_change(pair) for pair in pairs], "": [pair.text for pair in pairs]}
+    return Table.of(columns, LEFT | {""})
+
+
+def _change(pair: Pair, which: str = "") -> str:
+    """The time of a pass, or the peak memory, from A to B."""
+    values: list[float | None] = []
+    texts = []
+    for run in (pair.a, pair.b):
+        measured = run if run and run.ok and (not which or which in run.passes) else None
+        values.append((measured.ms(which) if which else measured.result.peak_bytes) if measured else None)
+        texts.append("none" if not measured else time(measured, which) if which else gib(values[-1] or 0))
+    a, b = values
+    change = f" ({b / a - 1:+.1%})" if a and b else ""
+    return " → ".join(texts) + change if a or b else ""
+
+
+def notes(a: Sequence[Run], b: Sequence[Run], pairs: Sequence[Pair], which: str) -> list[str]:
+    """What else may explain a difference, a line each, then the number of pairs by verdict and the geometric mean of B's
+    time over A's."""
+    before, after = (dict(environment_table(runs).rows) for runs in (a, b))
+    apart = {
+        title: f"{title} {before.get(title, 'unknown')} → {after.get(title, 'unknown')}"
+        for title in before | after
+        if title != "command" and before.get(title) != after.get(title)
+    }
+    commit, counts = apart.pop("commit", ""), Counter(pair.verdict for pair in pairs)
+    times = [(pair.a.ms(which), pair.b.ms(which)) for pair in pairs if pair.a and pair.b]
+    ratios = [after / before for before, after in times if before and after]
+    mean = f"; {which} in B over A: {geometric_mean(ratios):.3f} (geometric mean of {len(ratios)})" if ratios else ""
+    return [
+        *([f"not measured alike: {'; '.join(apart.values())}"] if apart else []),
+        *([commit] if commit else []),
+        *([WAY_OUT] if counts[Verdict.INCONCLUSIVE] else []),
+        f"{counted(len(pairs), 'run')}: {', '.join(f'{n} {verdict}' for verdict, n in counts.most_common())}{mean}",
+    ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from math import isclose
 
-from runner.measure.statistics import PassTimes, Rounds, quantile, ratio_interval
+from runner.measure.statistics import PassTimes, Rounds, ratio_interval
 from runner.output.record import Result
 from runner.output.run_tables import table_of
 from runner.report.runs import Run
@@ -29,8 +28,9 @@ class Verdict(StrEnum):
     NEW = "new in B"
 
     @property
-    def worse(self) -> bool:
-        return self in (self.SLOWER, self.LARGER, self.UNTIMED, self.BROKEN)
+    def status(self) -> int:
+        """The exit status that it stands for: 1 where B is worse, 2 where B lacks a run."""
+        return 1 if self in (self.SLOWER, self.LARGER, self.UNTIMED, self.BROKEN) else 2 * (self == self.MISSING)
 
 
 def speed(a: Run, b: Run, which: str, tolerance: float, paired: bool = False) -> tuple[Verdict, Interval | None]:
@@ -41,7 +41,7 @@ def speed(a: Run, b: Run, which: str, tolerance: float, paired: bool = False) ->
         return Verdict.EVEN, None
     if after is None:
         return Verdict.UNTIMED, None
-    rounds = rounds_of(a, which, before), rounds_of(b, which, after)
+    rounds = [samples_of(run.result).get(which if which in run.passes else "forward", []) for run in (a, b)]
     ratio = ratio_interval(*rounds, paired) if all(rounds) else _of_intervals(before, after)
     return verdict(ratio, tolerance), ratio
 
@@ -63,13 +63,6 @@ def _of_intervals(a: PassTimes, b: PassTimes) -> Interval | None:
     if a.ci95 is None or b.ci95 is None or not a.ci95[0] > 0:
         return None
     return b.ci95[0] / a.ci95[1], b.ci95[1] / a.ci95[0]
-
-
-def rounds_of(run: Run, which: str, times: PassTimes) -> Rounds:
-    """The samples of a pass by round; empty where those of the run are not known, or have another median than its result."""
-    rounds = samples_of(run.result).get(which if which in run.passes else "forward", [])
-    middle = quantile(sorted(ms for one in rounds for ms in one), 0.5) if rounds else 0.0
-    return rounds if isclose(middle, times.median) else []
 
 
 def samples_of(run: Result) -> dict[str, Rounds]:

@@ -10,6 +10,7 @@ from runner.config.values import InvalidConfig
 from runner.output import summary
 from runner.output.parsing import decoded
 from runner.output.reader import UnreadableFile, read_result, read_results
+from runner.report import pairs
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
@@ -112,7 +113,7 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, value):
     runs = report_runs.read([tmp_path])
     assert len(runs) == len(keys) + 1 == len(summary.sweep_rows(tmp_path))
     assert runs_table(runs).rows and comparison_table(runs).rows
-    assert compare.compare(runs, runs, "total", 0.02, 0.05)
+    assert pairs.paired(runs, runs, "total", 0.02)
 
 
 @pytest.mark.parametrize(

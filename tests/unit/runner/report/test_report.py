@@ -14,7 +14,7 @@ from runner.report import command as report
 from runner.report.comparison import comparison_table, headline_table
 from runner.report.fair import EVEN
 from runner.report.labels import labels
-from runner.report.pairs import keys
+from runner.report.pairs import asked
 from runner.report.runs import Run, read, where
 from runner.report.scaling import scaling
 from runner.report.table import NOISY, in_common
@@ -236,7 +236,7 @@ def test_replayed_runs_are_told_apart_from_launched_ones(runs, key, values, name
     for value, replay in zip(made, (*values, values[0]), strict=True):
         value["config"][key] = replay
     found = runs(*made)
-    assert sorted(labels(found).values()) == sorted(named) and len({*keys(found).values()}) == 3
+    assert sorted(labels(found).values()) == sorted(named) and len({*map(asked, found)}) == 3
     ratio = comparison_table(found).rows[0][-1]
     assert ratio == ("1.50 (rfa_zigzag / zigzag)" if key == "graphs" else "3.00 (rfa_zigzag / zigzag replay=launches)")
     assert where(found, [f"{key}={str(values[1]).lower()}"]) == [
