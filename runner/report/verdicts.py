@@ -41,8 +41,8 @@ def speed(a: Run, b: Run, which: str, tolerance: float, paired: bool = False) ->
         return Verdict.EVEN, None
     if after is None:
         return Verdict.UNTIMED, None
-    rounds = [samples_of(run.result).get(which if which in run.passes else "forward", []) for run in (a, b)]
-    ratio = ratio_interval(*rounds, paired) if all(rounds) else _of_intervals(before, after)
+    old, new = (samples_of(run.result).get(which if which in run.passes else "forward", []) for run in (a, b))
+    ratio = ratio_interval(old, new, paired) if old and new else _of_intervals(before, after)
     return verdict(ratio, tolerance), ratio
 
 
