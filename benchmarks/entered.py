@@ -12,8 +12,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PROGRAM = ("runner", "hydra_plugins")
+ROOT = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 # Python runs it in every process that starts, and ranks, which are forked, keep its profile function
 PROFILE = """
 import os, sys, threading
@@ -25,28 +24,25 @@ def profile(frame, event, arg):
         entered.add(code.co_filename)
         if code.co_filename.startswith({root!r}):
             with open(f"{folder}/{{os.getpid()}}", "a") as log:
-                log.write(code.co_filename[{skip}:] + "\\n")
+                log.write(code.co_filename.removeprefix({root!r}) + "\\n")
 os.register_at_fork(after_in_child=entered.clear)
 threading.setprofile(profile)
 sys.setprofile(profile)
 """
 
-
-def main(overrides: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        root = f"{ROOT}{os.sep}"
-        Path(folder, "sitecustomize.py").write_text(PROFILE.format(root=root, folder=folder, skip=len(root)))
-        command = [sys.executable, "-m", "runner", f"output={folder}/output", *overrides]
-        program = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"})
-        assert program.wait() == 0
-        by_process = {path.name: {*path.read_text().split()} for path in Path(folder).glob("[0-9]*")}
-    ranks = [files for files in by_process.values() if "runner/job.py" in files]
-    command_files, rank_files = by_process[str(program.pid)], ranks[0]
-    for name, files in (("command", command_files), ("rank", rank_files), ("together", command_files | rank_files)):
-        of_program = sorted(file for file in files if file.startswith(PROGRAM))
-        print(f"{name}: {len(of_program)} files of the program, {len(files) - len(of_program)} of the library")
-        print("".join(f"  {file}\n" for file in sorted(files)), end="")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:] or ["attention=zigzag", "config=tiny", "world_size=2"])
+overrides = sys.argv[1:] or ["attention=zigzag", "config=tiny", "world_size=2"]
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "sitecustomize.py").write_text(PROFILE.format(root=ROOT, folder=folder))
+    command = [sys.executable, "-m", "runner", f"output={folder}/output", *overrides]
+    program = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}"})
+    assert program.wait() == 0
+    by_process = {path.name: {*path.read_text().split()} for path in Path(folder).glob("[0-9]*")}
+command_files = by_process[str(program.pid)]
+rank_files = next(files for files in by_process.values() if "runner/job.py" in files)
+for name, files in {"command": command_files, "rank": rank_files, "together": command_files | rank_files}.items():
+    of_library = sum(file.startswith("attention/") for file in files)
+    print(
+        f"{name}: {len(files) - of_library} files of the program, {of_library} of the library",
+        *sorted(files),
+        sep="\n  ",
+    )

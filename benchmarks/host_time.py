@@ -2,9 +2,10 @@
 
     python -m benchmarks.host_time                                      # dense, on a CPU
     torchrun --nproc-per-node 2 -m benchmarks.host_time                 # the variants, over gloo or GPUs
-    torchrun --nproc-per-node 2 -m benchmarks.host_time --kernel flash4 --tokens 2048 --heads 8 --head-dim 128
+    torchrun --nproc-per-node 2 -m benchmarks.host_time --kernel flash4 --shape 2048 8 8 128
     torchrun --nproc-per-node 2 -m benchmarks.host_time --files zigzag  # our files and functions that a call enters
 
+--shape: tokens of all ranks, heads, KV heads, head dim; by default 64 2 2 16.
 Prints for each variant the microseconds of a forward, and of a forward with backward, the same for the raw calls, and their
 ratios, of rank 0. A raw call is PyTorch's or the package's own differentiable function. On a CPU it is the time of the
 calling thread, without that of transfers; on GPUs the time until all is enqueued, in an empty queue. Medians."""
@@ -15,6 +16,7 @@ import argparse
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,7 +34,8 @@ from attention.kernels.interface import Call
 
 Step = Callable[[], object]
 Attention = Callable[..., Tensor]
-ROOT = str(Path(attention.__file__).parent)
+ROOT = f"{Path(attention.__file__).parent}/"
+TIMES = 200
 VARIANTS = ["ring", "zigzag", "zigzag_llama3", "ulysses"]
 
 
@@ -42,16 +45,12 @@ def raw(kernel: str, call: Call) -> Attention:
     if kernel == "flash4":
         from flash_attn.cute import flash_attn_func
 
-        return lambda q, k, v: flash_attn_func(q, k, v, causal=causal, softmax_scale=scale)[0]
-    if kernel == "sdpa_cudnn":
-        return lambda q, k, v: torch._scaled_dot_product_cudnn_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, True, 0.0, causal, False, scale=scale
-        )[0].transpose(1, 2)  # fmt: skip
-    if kernel == "sdpa_flash":
-        return lambda q, k, v: torch._scaled_dot_product_flash_attention_for_cpu(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), 0.0, causal, scale=scale
-        )[0].transpose(1, 2)  # fmt: skip
-    raise SystemExit(f"--kernel {kernel}: has no raw form here; give sdpa_flash, sdpa_cudnn or flash4")
+        return lambda *qkv: flash_attn_func(*qkv, causal=causal, softmax_scale=scale)[0]
+    function, more = {
+        "sdpa_cudnn": (torch._scaled_dot_product_cudnn_attention, (None, True, 0.0, causal, False)),
+        "sdpa_flash": (torch._scaled_dot_product_flash_attention_for_cpu, (0.0, causal)),
+    }[kernel]
+    return lambda *qkv: function(*(x.transpose(1, 2) for x in qkv), *more, scale=scale)[0].transpose(1, 2)
 
 
 def raw_calls(kernel: Any, run: Step) -> list[tuple[list[Tensor], Call]]:
@@ -71,18 +70,17 @@ def raw_calls(kernel: Any, run: Step) -> list[tuple[list[Tensor], Call]]:
     return calls
 
 
-def microseconds(run: Step, device: torch.device, times: int) -> float:
-    """The median over some runs after some others."""
+def microseconds(run: Step, device: torch.device) -> float:
+    """The median over `TIMES` runs after a quarter as many."""
     clock = time.perf_counter if device.type == "cuda" else time.thread_time
     samples = []
-    for number in range(times + times // 4 + 3):
+    for _ in range(TIMES + TIMES // 4):
         if device.type == "cuda":
             torch.cuda.synchronize()
         start = clock()
         run()
-        if number >= times // 4 + 3:
-            samples.append((clock() - start) * 1e6)
-    return median(samples)
+        samples.append(clock() - start)
+    return 1e6 * median(samples[-TIMES:])
 
 
 def trained(call: Attention, inputs: list[Tensor]) -> Step:
@@ -92,33 +90,27 @@ def trained(call: Attention, inputs: list[Tensor]) -> Step:
     return lambda: torch.autograd.grad(call(*inputs), inputs, dout)
 
 
-def entered(run: Step) -> dict[str, set[str]]:
-    """By file of the library, its functions that `run` enters in this thread."""
-    files: dict[str, set[str]] = {}
+def listed(run: Attention, inputs: list[Tensor]) -> Iterator[str]:
+    """The files and functions of the library that a repeated forward enters in this thread."""
+    files: dict[str, set[str]] = defaultdict(set)
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
         if event == "call" and name.startswith(ROOT):
-            files.setdefault(name.removeprefix(ROOT + "/"), set()).add(frame.f_code.co_qualname)
+            files[name.removeprefix(ROOT)].add(frame.f_code.co_qualname)
 
+    run(*inputs)
     sys.setprofile(profile)
     try:
-        run()
+        run(*inputs)
     finally:
         sys.setprofile(None)
-    return files
-
-
-def listed(run: Attention, inputs: list[Tensor]) -> Iterator[str]:
-    """The files and functions that a repeated forward enters."""
-    run(*inputs)
-    files = entered(lambda: run(*inputs))
     for name, functions in sorted(files.items()):
         yield f"{name:32} {', '.join(sorted(functions))}"
     yield f"{sum(map(len, files.values()))} functions in {len(files)} files"
 
 
-def compared(run: Attention, inputs: list[Tensor], kernel: str, times: int) -> Iterator[str]:
+def compared(run: Attention, inputs: list[Tensor], kernel: str) -> Iterator[str]:
     """The times of the calls and of their raw kernel calls."""
     calls = [(raw(kernel, call), xs) for xs, call in raw_calls(kernels.KERNELS[kernel], lambda: run(*inputs))]
     steps = [trained(base, xs) for base, xs in calls]
@@ -127,40 +119,39 @@ def compared(run: Attention, inputs: list[Tensor], kernel: str, times: int) -> I
         ("forward", lambda: run(*inputs), lambda: [base(*xs) for base, xs in calls]),
         ("with backward", trained(run, inputs), lambda: [step() for step in steps]),
     ):
-        ours_us, theirs_us = (microseconds(x, device, times) for x in (ours, theirs))
+        ours_us, theirs_us = (microseconds(x, device) for x in (ours, theirs))
         yield f"{what:14} {ours_us:8.1f} µs, {len(calls)} raw {theirs_us:8.1f} µs, ratio {ours_us / theirs_us:5.2f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"by default dense, or {', '.join(VARIANTS)}")
-    parser.add_argument("--kernel", default="")
-    for name, default in (("tokens", 64), ("heads", 2), ("kv-heads", 0), ("head-dim", 16), ("times", 200)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"by default {default}")
-    parser.add_argument("--files", action="store_true", help="list what a repeated forward enters instead")
-    args = parser.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu = torch.cuda.is_available()
+    parser.add_argument("variants", nargs="*", metavar="VARIANT")
+    parser.add_argument(
+        "--kernel", choices=("sdpa_flash", "sdpa_cudnn", "flash4"), default="flash4" if on_gpu else "sdpa_flash"
+    )
+    parser.add_argument("--shape", nargs=4, type=int, default=(64, 2, 2, 16), metavar=("S", "H", "Hk", "D"))
+    parser.add_argument("--files", action="store_true")
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    if "RANK" in os.environ:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) if on_gpu else None
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if world > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    kernel = args.kernel or ("flash4" if on_gpu else "sdpa_flash")
-    form = {"device": device, "dtype": torch.bfloat16 if on_gpu else torch.float32}
     torch.manual_seed(0)
-    whole = [
-        torch.randn(1, args.tokens, h, args.head_dim, **form) for h in (args.heads, *2 * [args.kv_heads or args.heads])
-    ]
+    tokens, heads, kv_heads, head_dim = args.shape
+    whole = [torch.randn(1, tokens, h, head_dim, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
     for variant in args.variants or (["dense"] if world == 1 else VARIANTS):
-        fn = attention.make(variant, kernel=kernel)
+        fn = attention.make(variant, kernel=args.kernel)
         inputs = [fn.shard(x) for x in whole]
         run = partial(fn, causal=True)
-        lines = listed(run, inputs) if args.files else compared(run, inputs, kernel, args.times)
+        lines = listed(run, inputs) if args.files else compared(run, inputs, args.kernel)
         for line in lines:
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if world == 1 or dist.get_rank() == 0:
                 print(f"{variant:14} {line}")
-    if dist.is_initialized():
+    if world > 1:
         dist.destroy_process_group()
 
 

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from attention.geometry.cuts import Places
-from attention.geometry.intervals import by_number, length, side_by_side
+from attention.geometry.intervals import by_number, side_by_side
 from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, steps
 from attention.masks.band import Interval, Intervals
 
@@ -39,10 +39,6 @@ class Route:
     @cached_property
     def _back(self) -> Route:
         return Route(*(tuple(Piece(x.remote, x.target, x.source) for x in way) for way in (self.receives, self.sends)))
-
-    @cached_property
-    def received_tokens(self) -> int:
-        return sum([length(piece.target) for piece in self.receives])
 
 
 def step_routes(problem: Problem, rank: int) -> tuple[Route, ...]:

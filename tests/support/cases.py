@@ -1,7 +1,7 @@
 """Random calls through the public interface of `attention`, run in a world of any size and compared with fp64.
 
 `draw` makes a case, `compute` runs it, `wrong` compares it. The reference builds its mask from the case's own words and
-shares no code with the library. `tests/worlds/test_fuzz.py` draws new cases each run, `tests/net.py` keeps hashes of fixed ones."""
+shares no code with the library. `tests/worlds/test_fuzz.py` draws new cases each run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,6 @@ SIZES = ("layers", "hidden", "mlp", "vocabulary")
 OPTIONS = tuple(each.name for each in fields(Model) if each.name not in ("own_masks", "huggingface"))
 OF_HF = ("config", "type")
 OF_LAYERS = ("scale", "softcap", "sinks", "v_head_dim")  # that model=hf has of its own
-BYTES = 256  # the smallest vocabulary of a text of bytes
 TIMED_BY = ("warmup", "adaptive", "simple", "profiler")
 
 
