@@ -25,13 +25,14 @@ def sum_all(outs: Sequence[Tensor], parts: Parts) -> None:
     """Write to every token of each of outs the sum over the parts that contain it, or 0.
 
     outs: `[B, S, H, D]` or `[T, H, D]`. A part has one tensor for each out: the tokens of its intervals, side by side, in any
-    dtype. Strides are arbitrary, except that the last dim is contiguous. A part may be a view of its out at its own tokens, but
-    of no other out. On CUDA one launch computes all sums if their shapes, strides and dtypes are equal, as for dk and dv."""
-    if outs[0].is_cuda and _one_launch(outs, parts):
+    dtype and with any strides. A part may be a view of its out at its own tokens, but of no other out. On CUDA one launch computes all sums if their shapes, strides and dtypes are equal, as for dk and dv."""
+    tensors = (outs, *[of_part for of_part, _ in parts])
+    by_kernel = outs[0].is_cuda and all(x.stride(-1) == 1 for xs in tensors for x in xs)
+    if by_kernel and _one_launch(outs, parts):
         sum_numbered(outs, parts)
         return
     for i, out in enumerate(outs):
-        if out.is_cuda:
+        if by_kernel:
             sum_numbered((out,), [(tensors[i : i + 1], intervals) for tensors, intervals in parts])
         elif out.is_meta:
             touch(out, *(tensors[i] for tensors, _ in parts))
