@@ -119,7 +119,7 @@ class _Run:
         used = self._memory() if me.device.type == "cpu" else None
         memory.reset_peak(me.device)
         me.say("timing", self.iteration_s)
-        with sampler.sampling(me.device.type) as self.sampled:
+        with sampler.sampling(me.device) as self.sampled:
             self.measured, self.passes = timing.measure(work, self.iteration_s)
         self.measured["memory"] = used or self._memory()
         self.measured |= work.more()

@@ -1,7 +1,7 @@
 """Energy of an iteration, by the GPUs' own counters (NVML's nvmlDeviceGetTotalEnergyConsumption).
 
 A counter changes every 20 to 100 ms, so a window of a second or more is measured: iterations follow each other without
-pause, as in a model, while the node's sampler process reads the counters. A GPU's power is the energy between two changes of
+pause, as in a model, while each rank's sampler process reads its GPU's counter. A GPU's power is the energy between two changes of
 its counter over the time between them, so no part of a period is lost at either end. The energy of an iteration is that
 power times the window's time for an iteration, summed over all GPUs."""
 
@@ -24,25 +24,22 @@ def measure(timer: Timer, calls: int, tokens: int, flops: int) -> Fields:
     """`energy` of the result: of a window of the timer's iterations on GPUs, each with so many calls of so many tokens and FLOPs over
     all ranks."""
     me = timer.watch.me
-    with sampler.sampling(me.device.type, "energy") as sampled:
+    with sampler.sampling(me.device, "energy") as sampled:
         timer.watch.settle()
         me.barrier()
         begin = time.monotonic()
         with undisturbed():
             iterations = timer.warm(1, (LEAD_S + WINDOW_S) * 1e3).iterations
         seconds = time.monotonic() - begin
-    nodes, gpus = me.gather(sampled), me.gather(environment.gpu_uuid(me.device))
-    if unavailable := [node["unavailable"] for node in nodes if "unavailable" in node]:
-        return {"unavailable": unavailable[0]}
-    counters = {
-        gpu: (node["times"], series["energy_mj"]) for node in nodes if node for gpu, series in node["gpus"].items()
-    }
-    if lacking := [gpu for gpu in gpus if gpu not in counters or None in counters[gpu][1]]:
-        return {
-            "unavailable": f"NVML counts no energy of {lacking[0]}: the GPU is divided (MIG), too old or not permitted"
-        }
-    watts = [power(*counters[gpu], at) for gpu, at in zip(gpus, me.gather(begin), strict=True)]
-    return of_window(watts, max(me.gather(seconds)), iterations * calls, tokens, flops)
+    why, watts, mj = sampled.get("unavailable"), None, sampled.get("series", {}).get("energy_mj")
+    if mj and None in mj:
+        why = f"NVML counts no energy of {environment.gpu_uuid(me.device)}: the GPU is divided (MIG), too old or not permitted"
+    elif mj:
+        watts = power(sampled["times"], mj, begin)
+    reasons, by_rank, lengths = zip(*me.gather((why, watts, seconds)), strict=True)
+    if unavailable := next(filter(None, reasons), None):
+        return {"unavailable": unavailable}
+    return of_window(by_rank, max(lengths), iterations * calls, tokens, flops)
 
 
 def power(times: Sequence[float], mj: Sequence[int], begin: float) -> float | None:

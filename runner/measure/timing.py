@@ -287,9 +287,10 @@ def _in_turns(work: Workload, which: str, iteration_s: float) -> Fields:
 
 
 def clocks(me: Rank, sampled: Fields) -> Fields:
-    """What each node's `sampler.sampling` sampled, of the GPUs that the ranks use."""
-    used = me.gather(environment.gpu_uuid(me.device)) if me.device.type == "cuda" else []
-    gpus = [{"device": gpu, **summary(series)} for gpu, series in sampled.get("gpus", {}).items() if gpu in used]
-    nodes = me.gather({key: sampled.get(key) for key in ("period_ms", "unavailable")} | {"by_device": gpus})
-    first = next((node for node in nodes if node["period_ms"]), nodes[0])
-    return {**first, "by_device": [entry for node in nodes for entry in node["by_device"]]}
+    """What `sampler.sampling` sampled of each rank's GPU."""
+    by_device = []
+    if "series" in sampled:
+        by_device = [{"device": environment.gpu_uuid(me.device), **summary(sampled["series"])}]
+    ranks = me.gather({key: sampled.get(key) for key in ("period_ms", "unavailable")} | {"by_device": by_device})
+    first = next((rank for rank in ranks if rank["period_ms"]), ranks[0])
+    return {**first, "by_device": [entry for rank in ranks for entry in rank["by_device"]]}

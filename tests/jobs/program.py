@@ -154,15 +154,11 @@ def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float]
         yield found
         times = [begin + i * period_s for i in range(int((time.monotonic() - begin) / period_s) + 1)]
         late = [max(0.0, at - begin - energy.LEAD_S / 2) for at in times]  # nothing is counted before
-        gpus = {f"GPU-{r}": {"energy_mj": [round(w * s * 1e3) for s in late]} for r, w in enumerate(watts)}
-        found |= {"times": times, "gpus": gpus} if me.rank == 0 else {}
+        found |= {"times": times, "series": {"energy_mj": [round(watts[me.rank] * s * 1e3) for s in late]}}
 
     spec = Experiment.from_plain(experiment)
     work = AttentionWork(me, spec)
-    with (
-        mock.patch.object(sampler, "sampling", sampling),
-        mock.patch.object(environment, "gpu_uuid", lambda _: f"GPU-{me.rank}"),
-    ):
+    with mock.patch.object(sampler, "sampling", sampling):
         return energy.measure(timing.Timer(work, Stopwatch(me), "energy", 0.01), 2, 100, 3 * 10**12)
 
 
@@ -172,6 +168,6 @@ def energy_and_power(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, An
     timer = timing.Timer(AttentionWork(me, spec), Stopwatch(me))
     timer.warm(3, 1000.0)
     found = energy.measure(timer, 1, 100, 10**12)
-    with sampler.sampling("cuda") as sampled:
+    with sampler.sampling(me.device) as sampled:
         timer.warm(3, 2000.0)
-    return found, sampler.summary(sampled["gpus"][environment.gpu_uuid(me.device)])["power_w"]["median"]
+    return found, sampler.summary(sampled["series"])["power_w"]["median"]
