@@ -107,7 +107,7 @@ def _errors(me: Rank, work: Workload, outputs: dict[str, Tensor], checked: Compa
     assert checked.outputs is not None
     errors = {name: Error() for name in outputs}
     for name, x in outputs.items():
-        tokens, value = work.rows(name), checked.outputs[name]
+        tokens, value = work.rows(name, x), checked.outputs[name]
         # by batch element; a packed batch `[t, H, D]` counts as one
         elements = zip(x, value, strict=True) if x.dim() == 4 else [(x, value)]
         for batch, (mine, value) in enumerate(elements):

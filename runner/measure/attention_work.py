@@ -166,16 +166,13 @@ class AttentionWork(Workload):
         skipped = passed_over(self.plan.kernel.name, shape, masks(problem), chosen.decode)
         return super().report() | {"passed_over": skipped}
 
-    def shard(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's rows of `whole`, which has the rows of the output `name`."""
-        return whole if ROLES[name] == "all" else self.fn.shard(whole, self.cu_seqlens, role=ROLES[name])
-
-    def rows(self, name: str) -> Tensor:
-        if ROLES[name] == "all":
-            return torch.zeros(1, dtype=torch.int64)
-        tokens = torch.arange(self.spec.seq_len if ROLES[name] == "kv" else self.spec.queries)
+    def rows(self, name: str, output: Tensor) -> Tensor:
+        role = ROLES[name]
+        if role == "all":
+            return super().rows(name, output)
+        tokens = torch.arange(self.spec.seq_len if role == "kv" else self.spec.queries)
         shape = (-1, 1, 1) if self.cu_seqlens is not None else (1, -1, 1, 1)
-        return self.shard(name, tokens.view(shape)).flatten()
+        return self.fn.shard(tokens.view(shape), self.cu_seqlens, role=role).flatten()
 
     def other_packs(self, n: int) -> list[AttentionCall]:
         """So many calls of other packed batches: the same lengths in another order."""
@@ -214,6 +211,8 @@ class ModuleWork(AttentionWork):
     """The passes of `attention.models.DilatedMultihead` on x `[B, S, H D]`, which every rank has whole. Its outputs are out and the
     gradients of x and of every parameter. The initial biases are 0, so that out is odd in x."""
 
+    rows = Workload.rows  # each rank has all
+
     def prepare(self) -> None:
         super().prepare()
         work, experiment = self.spec, self.experiment
@@ -239,9 +238,6 @@ class ModuleWork(AttentionWork):
         outputs = {"out": out, **dict(zip(["dx", *(f"d{x}" for x in self.named)], gradients, strict=False))}
         # out and dx as `[B, S, 1, hidden]`, gradients of parameters by rows
         return {name: x.detach().unsqueeze(2) if name in ("out", "dx") else by_rows(x) for name, x in outputs.items()}
-
-    def rows(self, name: str) -> Tensor:
-        return torch.arange(self.spec.seq_len if name in ("out", "dx") else len(by_rows(self.named[name[1:]])))
 
 
 def other_orders(lengths: tuple[int, ...], n: int, seed: int) -> list[tuple[int, ...]]:

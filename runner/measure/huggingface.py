@@ -54,20 +54,13 @@ class Decoder(nn.Module):
         for module, name in marked.items():
             module.__class__ = _in_phase(type(module), name)
 
-    def hidden(self, batch: Batch) -> Tensor:
-        """Logits already: a model may scale or cap them in a way of its own."""
+    def forward(self, batch: Batch) -> Tensor:
         split = CheckedSplit(self.cp.fn, (len(batch.ids), self.config.context), config=self.config)
         inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "context_parallel": split}
         try:
             return self.model(**inputs, use_cache=False).logits
         except ValueError as error:
             raise UnsupportedHere(f"model=hf: {error}") from None
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return hidden
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.hidden(batch)
 
 
 def _in_phase(kind: type[nn.Module], name: str) -> type[nn.Module]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from attention.geometry import counts
@@ -67,19 +68,14 @@ def compute(
 ) -> Fields:
     """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
     transport pulls, as in `dry_run`."""
-    work, options, model, ranks = (
-        experiment.workload,
-        experiment.call_options,
-        experiment.model,
-        range(experiment.world_size),
-    )
+    work, model, ranks = experiment.workload, experiment.model, range(experiment.world_size)
     calls = parts(experiment)
     by_rank = [sum(flops) for flops in zip(*(part.flops() for part in calls), strict=True)]
     fields: Fields = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
     fields |= sparsity(experiment)
-    if "grouping" in options:
+    if grouping := experiment.call_options.get("grouping"):
         about = calls[0].problem, work.shapes
-        fields["kv_bytes_read_by_rank"] = [counts.kv_bytes_read(*about, rank, options["grouping"]) for rank in ranks]
+        fields["kv_bytes_read_by_rank"] = [counts.kv_bytes_read(*about, rank, grouping) for rank in ranks]
     if model is not None:
         fields["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None
     passes: dict[str, Fields] = {}
@@ -100,28 +96,26 @@ def compute(
             # a rank's share of the matrix products, and then AdamW's sweep over memory
             swept = experiment.backward and which in ("optimizer", "total")
             moved = swept * ADAMW * model.config(work).matrices * ITEMSIZE[work.dtype]
-            terms = _least_ms(ceilings, fields["flops"][which] / experiment.world_size, moved, 0)
-            passes[which] |= _limit(terms, sum(terms.values()))
+            passes[which] |= _limit(ceilings, fields["flops"][which] / experiment.world_size, moved, 0, sum)
         elif ceilings:
             times = sum(work.shapes.backward_ratio if backward else 1.0 for backward in backwards)
             moved = max(sum(part.moved(rank, x) for part in calls for x in backwards) for rank in ranks)
-            terms = _least_ms(ceilings, max(by_rank) * times, moved, _most(received) or 0)
-            passes[which] |= _limit(terms, max(terms.values())) | {"memory_bytes": moved}
+            limit = _limit(ceilings, max(by_rank) * times, moved, _most(received) or 0, max)
+            passes[which] |= limit | {"memory_bytes": moved}
     return at({**fields, "passes": passes}, median_ms, experiment)
 
 
-def _least_ms(ceilings: Mapping[str, float], flops: float, moved: int, received: int) -> dict[str, float]:
-    """The least time that this machine's ceilings allow a rank with so many FLOPs, bytes moved in memory and bytes received."""
-    link = ceilings.get("link_gb_s")
-    return {
+def _limit(
+    ceilings: Mapping[str, float], flops: float, moved: int, received: int, total: Callable[[Iterable[float]], float]
+) -> Fields:
+    """The least time that this machine's ceilings allow a rank with so many FLOPs, bytes moved in memory and bytes received: the total
+    of the three."""
+    terms = {
         "compute": flops / ceilings["matmul_tflops"] / 1e9,
         "memory": moved / ceilings["copy_gb_s"] / 1e6,
-        "communication": received / link / 1e6 if link else 0.0,
+        "communication": received / ceilings.get("link_gb_s", math.inf) / 1e6,
     }
-
-
-def _limit(terms: dict[str, float], limit_ms: float) -> Fields:
-    return {"limited_by": max(terms, key=lambda term: terms[term]), "limit_ms": limit_ms}
+    return {"limited_by": max(terms, key=terms.__getitem__), "limit_ms": total(terms.values())}
 
 
 def at(fields: Fields, median_ms: dict[str, float], experiment: Experiment) -> Fields:

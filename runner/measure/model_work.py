@@ -132,10 +132,8 @@ class ModelWork(Workload):
         """Losses of tokens as `[tokens, 1, 1]`, less that of a uniform guess."""
         return (losses - math.log(self.config.vocabulary)).view(-1, 1, 1)
 
-    def rows(self, name: str) -> Tensor:
-        if name == GUESSED:
-            return self.batches[0].positions.flatten().cpu()
-        return torch.arange(1 if name == "loss" else len(by_rows(dict(self.model.named_parameters())[name])))
+    def rows(self, name: str, output: Tensor) -> Tensor:
+        return self.batches[0].positions.flatten().cpu() if name == GUESSED else super().rows(name, output)
 
     def negate(self) -> None:
         """Restarts with the other sign of the loss, so that every output changes its sign."""

@@ -111,25 +111,19 @@ def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
 
 def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> Fields:
     """Changes `start_ms` and `stop_ms` of the rows, which are on each rank's clock, to ms since the first pass began.
-    clocks: by rank, which clock it reads.
+    clocks: by rank, which clock it reads. The rows are in the order of ranks and passes.
 
     Ranks start each pass together. Two clocks are aligned so that the first of their ranks to start did so at the same
     time, in the median over the passes. Returns `count`, of the clocks, and `error_ms`: how far a pass's start lies from
     that in the median, on the worst clock; 0 for one clock."""
-    starts: list[list[float]] = [[] for _ in clocks]  # of each rank's passes
-    for row in rows:
-        if row["phase"] == WHOLE:
-            starts[row["rank"]].append(row["start_ms"])
-
-    def earliest(clock: Any) -> list[float]:
-        return [
-            min(ms) for ms in zip(*(ms for ms, own in zip(starts, clocks, strict=True) if own == clock), strict=True)
-        ]
-
-    first = earliest(clocks[0])
-    ahead = {clock: [b - a for a, b in zip(first, earliest(clock), strict=True)] for clock in clocks}
+    begins = [row["start_ms"] for row in rows if row["phase"] == WHOLE]
+    starts: dict[Any, Any] = dict.fromkeys(clocks, np.inf)  # the earliest of each pass
+    by_rank = np.array(begins).reshape(len(clocks), -1)
+    for clock, own in zip(clocks, by_rank, strict=True):
+        starts[clock] = np.minimum(starts[clock], own)
+    ahead = {clock: (earliest - starts[clocks[0]]).tolist() for clock, earliest in starts.items()}
     offsets = {clock: median(lead) for clock, lead in ahead.items()}
-    zero = min(ms[0] - offsets[clock] for ms, clock in zip(starts, clocks, strict=True))
+    zero = min(own[0] - offsets[clock] for clock, own in zip(clocks, by_rank.tolist(), strict=True))
     for row in rows:
         for key in ("start_ms", "stop_ms"):
             row[key] = round(row[key] - offsets[clocks[row["rank"]]] - zero, 6)

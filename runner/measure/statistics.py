@@ -61,14 +61,6 @@ def digits(value: float, noisy: bool = False) -> str:
     return f"{value:.{min(3, max(0, places))}f}"
 
 
-def quantile(ordered: Sequence[float], q: float) -> float:
-    """Linear between order statistics; `ordered` is sorted and not empty."""
-    at = q * (len(ordered) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
-
-
 def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
     """The narrowest symmetric pair of order statistics that contains the median with at least that confidence, by the
     binomial distribution of the number of samples below it; None for too few samples."""
@@ -94,7 +86,7 @@ def summarize(samples: Sequence[float]) -> PassTimes:
     if not samples:
         raise ValueError("0 samples: at least one is needed for a summary")
     ordered = sorted(samples)
-    p10, q1, middle, q3, p90 = (quantile(ordered, q) for q in (0.1, 0.25, 0.5, 0.75, 0.9))
+    p10, q1, middle, q3, p90 = np.quantile(ordered, (0.1, 0.25, 0.5, 0.75, 0.9)).tolist()
     iqr = q3 - q1
     spread = iqr / middle if middle else 0.0
     return PassTimes(
