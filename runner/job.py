@@ -73,8 +73,8 @@ class _Run:
 
     def result_of_all(self) -> dict[str, Any]:
         stages = (
-            self.estimate, self.check, self.time, self.check_timed, self.compare_with_do_bench, self.compute_metrics,
-            self.measure_energy, self.record_phases, self.profile, self.compare_with_baseline,
+            self.estimate, self.check, self.time, self.check_timed, self.compute_metrics, self.measure_energy,
+            self.record_phases, self.profile, self.compare_with_baseline,
         )  # fmt: skip
         for stage in stages:
             stage()
@@ -133,12 +133,6 @@ class _Run:
         if "reason" not in self.result:
             self.result |= self.measured
             self.result["environment"]["during"] = timing.clocks(self.me, self.sampled)
-
-    def compare_with_do_bench(self) -> None:
-        """Runs after the check, because it overwrites the outputs of the last timed iteration."""
-        if self.spec.timing.do_bench:
-            times = timing.by_do_bench(self.work, self.iteration_s)
-            self.result["timing"]["do_bench"] = times
 
     def compute_metrics(self) -> None:
         medians = {which: summary["median"] for which, summary in self.result["timing"]["passes"].items()}

@@ -7,7 +7,7 @@ and each turn takes a third of a run's samples.
 
 - A turn is a job in the warm world: inputs from the same seed, the correctness check, a warm-up, then this round's share of
   `timing_runs`. So every number is checked, and only one run's inputs are in memory.
-- The first turn also does phases, profile, baseline, memory, energy, do_bench and counters, once. In it `attention=auto`
+- The first turn also does phases, profile, baseline, memory, energy and counters, once. In it `attention=auto`
   chooses a variant, which later turns run.
 - After each turn `result.json` and `samples.parquet` are rewritten. The statistics cover all samples so far; `timing.rounds`
   has the rounds done and planned, each round's medians and their drift. An interrupted sweep leaves valid results with fewer
@@ -100,7 +100,7 @@ def part(spec: Experiment, this: int, rounds: int) -> Experiment:
     if this == 0:
         return replace(spec, timing=timing)
     method = "warmup" if timing.method == "profiler" else timing.method
-    timing = replace(timing, method=method, do_bench=False, counters=False)
+    timing = replace(timing, method=method, counters=False)
     return replace(spec, timing=timing, phases=False, energy=False, baseline="none")
 
 

@@ -186,7 +186,6 @@ class Timing:
     new_packs: bool
     flush_l2: bool
     autograd_thread: bool
-    do_bench: bool
     counters: bool
     precision: float
     time_cap_s: float
@@ -294,13 +293,15 @@ class Experiment:
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Experiment:
-        """Of what `plain` returned, also in a result of an earlier version, which lacks some and has the text none for no model."""
+        """Of what `plain` returned, also in a result of an earlier version, which lacks some, has the text none for no model and
+        `timing.do_bench`."""
         call: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in plain["workload"].items()}
         if call.get("named_mask"):
             call["named_mask"] = NamedMask(**call["named_mask"])
         values = {key: x for key, x in plain.items() if key not in ("graphs", "model")} | {"workload": call}
         if isinstance(plain.get("model"), dict):
             values["model"] = Model(**plain["model"])
+        values["timing"] = {key: x for key, x in values["timing"].items() if key != "do_bench"}
         kinds = {"workload": AttentionCall, "dtype": Dtype, "timing": Timing, "check": Check, "launch": Launch}
         return Experiment(**values | {key: kind(**values[key]) for key, kind in kinds.items()})
 

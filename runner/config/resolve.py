@@ -89,6 +89,8 @@ def key_of(config: Mapping[str, Any]) -> str:
     values = {key: dict(x) if isinstance(x, dict) else x for key, x in config.items() if key not in schema.UNMEASURED}
     if "launch" in values:
         values["launch"] |= _LIMITS
+    if "timing" in values:
+        values["timing"] = {"do_bench": False} | values["timing"]  # an option of earlier versions
     if values.get("kv_heads") is None:  # as many as heads: said so or not, it is the same run
         values["kv_heads"] = values.get("heads")
     for path, before in _LATER.items():

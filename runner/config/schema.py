@@ -69,7 +69,6 @@ class TimingConf:
     new_packs: bool = False  # each sample has a new packed batch: the same lengths in another order
     flush_l2: bool = False  # overwrite the L2 cache before every sample
     autograd_thread: bool = False  # run the backward on autograd's own thread, which each call has to wake
-    do_bench: bool = False  # also time with triton.testing.do_bench, for comparison; world_size=1 on CUDA
     counters: bool = False  # also count by ncu the bytes that the kernels move; world_size=1 on CUDA
     precision: float = 0.01  # adaptive: half width of the median's 95% interval over the median
     time_cap_s: float = 60.0  # adaptive: the most time

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from statistics import median
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ WINDOW_CHANCE = 0.05  # the significance of that trend
 BATCH = 10  # samples between two checks of `adaptive`
 SLOW_S = 1.0  # waiting for each iteration that takes so long does not affect the timing
 L2_BYTES = 256 << 20
-TURNS = 5  # of ours, between six of do_bench's
 
 
 @contextmanager
@@ -221,7 +219,7 @@ def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[
     passes: Passes = Graphed(work) if by_graphs else sampled_passes(work)
     watch = Stopwatch(me, lead_ms=LEAD_MS if by_graphs else 0.0)
     note: Fields = {"method": options.method, "unit": "ms", "flush_l2": options.flush_l2}
-    note |= {"layers": layers, "new_packs": options.new_packs, "do_bench": None}
+    note |= {"layers": layers, "new_packs": options.new_packs}
     if options.method == "simple":
         me.say(phase, iteration_s * options.timing_runs)  # one stretch that announces nothing
         mine = simple(work, watch, options.timing_runs)
@@ -250,40 +248,10 @@ def sampled_passes(work: Any) -> Passes:
 
 
 def flush_buffer(work: Workload) -> Tensor | None:
-    """The buffer written before each pass if `timing.flush_l2` is set. Like triton's do_bench, 256 MB of int32: a GPU at its
+    """The buffer written before each pass if `timing.flush_l2` is set. As triton's do_bench, 256 MB of int32: a GPU at its
     power limit is the faster the longer it rests between passes, and bytes take longer to write."""
     is_flushed = work.experiment.timing.flush_l2
     return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=work.me.device) if is_flushed else None
-
-
-def by_do_bench(work: Workload, iteration_s: float) -> dict[str, Fields]:
-    """`timing.do_bench`: each pass by triton.testing.do_bench and by our sampling under the same conditions, medians in ms: that pass
-    alone, in turns, with the same L2 flush, and an equal warm-up without a pause after it, since a GPU at its power limit sets
-    its clocks by the load just before. The headline times differ: they alternate forward and backward, as training does."""
-    compared = {which: _in_turns(work, which, iteration_s) for which in work.passes}
-    work.release()
-    return compared
-
-
-def _in_turns(work: Workload, which: str, iteration_s: float) -> Fields:
-    from triton.testing import do_bench
-
-    work.run("forward")
-    alone = Called((which,), lambda _: work.repeat(which, 1))
-    timer = Timer(alone, Stopwatch(work.me), iteration_s=iteration_s, flush=flush_buffer(work))
-    theirs: list[float] = []
-    ours: list[float] = []
-    with undisturbed():
-        for _ in range(TURNS + 1):
-            if theirs:
-                runs = max(10, int(500 / theirs[0]))
-                for _ in timer.iterations(runs):
-                    iterate(alone)
-                ours.append(median(timer.sample(runs)[which]))
-            work.me.say("timing", iteration_s)
-            theirs.append(do_bench(partial(iterate, alone), warmup=500, rep=500, return_mode="median"))
-    turns = {"do_bench_turns_ms": theirs, "ours_turns_ms": ours}
-    return {"do_bench_ms": median(theirs), "ours_ms": median(ours), **turns}
 
 
 def clocks(me: Rank, sampled: Fields) -> Fields:

@@ -189,8 +189,6 @@ def check_layers(run: Experiment, cfg: DictConfig) -> None:
     for what in asked:
         if timing.method not in ("warmup", "adaptive"):
             raise InvalidConfig(f"{what} timing={timing.method}: has one call a sample; use timing=warmup or adaptive")
-        if timing.do_bench:
-            raise InvalidConfig(f"{what} timing.do_bench=true: that times one call by itself; use one of the two")
     if timing.new_packs:
         _check_new_packs(run)
 
@@ -235,5 +233,3 @@ def check_device(run: Experiment, cfg: DictConfig) -> None:
         return
     if timing.counters:
         raise UnsupportedHere("timing.counters=true: ncu looks into one process with a GPU; use world_size=1 on CUDA")
-    if timing.do_bench:
-        raise UnsupportedHere("timing.do_bench=true: triton.testing.do_bench times one GPU; use world_size=1 on CUDA")

@@ -114,7 +114,6 @@ def check_model(run: Experiment, cfg: DictConfig) -> None:
         f"timing={timing.method}": timing.method not in TIMED_BY,
         f"timing.layers={timing.layers}": timing.layers > 1,
         "timing.new_packs=true": timing.new_packs,
-        "timing.do_bench=true": timing.do_bench,
         "timing.counters=true": timing.counters,
     }
     for what, is_asked in asked.items():

@@ -91,7 +91,6 @@ INVALID = {
     "seqlens=${nothing}": "seqlens: .*nothing",
     "seqlens='???'": "this is the mark of a value that is still missing",
     "timing.layers=2 timing=simple": "one call a sample; use timing=warmup",
-    "timing.layers=2 timing.do_bench=true": "use one of the two",
     "timing.new_packs=true": "not packed; give seqlens=random",
     "timing.new_packs=true attention=llama3 seqlens=[64,128,192,256,64,64,256]": "420 orders",
     "replay=graph": "replay=graph: must be one of none, graphs",
@@ -124,7 +123,7 @@ UNSUPPORTED = {
     "hardware=cuda world_size=2": (0, "this machine has 0; hardware=cpu would work"),
     "replay=graphs": (0, "CUDA graphs need a GPU"),
     "timing=cudagraph": (0, "timing=warmup works here"),
-    "timing.do_bench=true": (2, "world_size=1 on CUDA"),
+    "timing.counters=true": (2, "world_size=1 on CUDA"),
     "launch.share_gpu=true": (0, "no GPU to share"),
 }
 
