@@ -25,7 +25,8 @@ def sum_all(outs: Sequence[Tensor], parts: Parts) -> None:
     """Write to every token of each of outs the sum over the parts that contain it, or 0.
 
     outs: `[B, S, H, D]` or `[T, H, D]`. A part has one tensor for each out: the tokens of its intervals, side by side, in any
-    dtype and with any strides. A part may be a view of its out at its own tokens, but of no other out. On CUDA one launch computes all sums if their shapes, strides and dtypes are equal, as for dk and dv."""
+    dtype and with any strides. A part may be a view of its out at its own tokens, but of no other out. On CUDA one launch
+    computes all sums if their shapes, strides and dtypes are equal, as for dk and dv."""
     tensors = (outs, *[of_part for of_part, _ in parts])
     by_kernel = outs[0].is_cuda and all(x.stride(-1) == 1 for xs in tensors for x in xs)
     if by_kernel and _one_launch(outs, parts):

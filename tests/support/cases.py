@@ -366,18 +366,19 @@ def seen(case: Case) -> Tensor:
     return torch.cat([keep.new_ones(*keep.shape[:-1], case.prefix), keep], -1) if case.prefix else keep
 
 
-def reference(case: Case) -> dict[str, Tensor]:
+def reference(case: Case, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """The exact results, in fp64."""
-    tensors = [x.double() if case.lengths is None else x.double()[None] for x in whole(case).values()]
+    tensors = [x.to(device).double() for x in whole(case).values()]
+    tensors = tensors if case.lengths is None else [x[None] for x in tensors]
     q, k, v = (x.requires_grad_(name in case.gradients) for name, x in zip("qkv", tensors, strict=False))
     given, sinks = {"q": q, "k": k, "v": v}, sinks_of(case)
     if case.prefix:
         both = zip(prefix_of(case), (k, v), strict=True)
-        k, v = (torch.cat([p.double().expand(case.batch, -1, -1, -1), x], 1) for p, x in both)
+        k, v = (torch.cat([p.to(device).double().expand(case.batch, -1, -1, -1), x], 1) for p, x in both)
     if sinks is not None:
-        given["s"] = sinks = sinks.double().requires_grad_("s" in case.gradients)
+        given["s"] = sinks = sinks.to(device).double().requires_grad_("s" in case.gradients)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    out, lse = plain(q, k, v, scale, seen(case), case.softcap, sinks)
+    out, lse = plain(q, k, v, scale, seen(case).to(device), case.softcap, sinks)
     exact = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
     if case.gradients:
         grads = torch.autograd.grad(out, [given[name] for name in case.gradients], tensors[3])
@@ -389,9 +390,9 @@ def reference(case: Case) -> dict[str, Tensor]:
 
 def wrong(case: Case, results: dict[str, Tensor]) -> str | None:
     """What differs from the reference, or None."""
-    exact = reference(case)
+    exact = reference(case, results["out"].device)
     for name, x in results.items():
-        expected = exact[name].to(x.device)
+        expected = exact[name]
         if x.shape != expected.shape:
             return f"{name} is {tuple(x.shape)}, not {tuple(expected.shape)}"
         unseen = expected == -torch.inf
