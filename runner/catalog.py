@@ -18,7 +18,6 @@ from itertools import accumulate
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
-from rich.markup import escape
 
 from attention.errors import nearest
 from attention.geometry import counts
@@ -39,7 +38,7 @@ Cells = tuple[str, ...]
 def attention() -> Iterator[Cells]:
     """The variants, with several lines each to fit a narrow terminal."""
     device = "cuda" if environment.gpu_count() else "cpu"
-    about = "{}\n[bold]use:[/bold] {}\n[bold]source:[/bold] {}"
+    about = "{}\nuse: {}\nsource: {}"
     use = "where no particular variant is wanted"
     yield (
         AUTO,
@@ -170,7 +169,7 @@ def mask() -> Iterator[Cells]:
         if name != NONE:
             shown = named(name, parameters | SMALL_MASKS.get(name, {}), PICTURED, None).make()
             lines.append(f"{shown.describe()}:\n{shown.picture(PICTURED, 16)}")
-        yield name, escape(comment), escape("\n".join(lines))
+        yield name, comment, "\n".join(lines)
 
 
 def kernel() -> Iterator[Cells]:
@@ -198,7 +197,7 @@ def _device() -> str:
 
 
 def _works(reason: str | None) -> str:
-    return "yes" if reason is None else escape(f"no: {reason}")
+    return "yes" if reason is None else f"no: {reason}"
 
 
 def _pairs(values: Mapping[str, Any]) -> list[str]:
@@ -217,7 +216,7 @@ def key() -> Iterator[Cells]:
             name, default, comment = parts.groups()
             default = default.removeprefix("field(default_factory=lambda: ").rstrip(")").strip('"')
             if name not in overrides.groups() and default != "MISSING":
-                yield f"{prefix}{name}", {"None": "null"}.get(default, default.lower()), escape(comment or "")
+                yield f"{prefix}{name}", {"None": "null"}.get(default, default.lower()), comment or ""
 
 
 def group(name: str) -> Iterator[Cells]:

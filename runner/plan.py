@@ -118,16 +118,14 @@ class PlannedRuns:
 
 def show(plan: PlannedRuns) -> None:
     """Print the whole plan."""
-    table = terminal.new_table()
-    for title in ("run", "state", "FLOP", "about", "why, or by what"):
-        table.add_column(title, justify="right" if title in ("FLOP", "about") else "left")
-    swept_texts = swept([run.overrides for run in plan.runs])
+    swept_texts, rows = swept([run.overrides for run in plan.runs]), []
     for run in plan.runs:
         label = " ".join(text for text in run.overrides if text in swept_texts) or run.name
         flops = "" if run.flops is None else terminal.flop(run.flops)
         about = terminal.seconds(run.seconds) if run.seconds else ""
-        table.add_row(*map(escape, (label, run.state, flops, about, run.reason or run.basis)))
-    terminal.show(table, words=("run", "why, or by what"))
+        rows.append([label, run.state, flops, about, run.reason or run.basis or ""])
+    words = ("run", "why, or by what")
+    terminal.print_rows(None, ("run", "state", "FLOP", "about", words[1]), rows, ("state", *words), words)
     terminal.out.print(escape(plan.line()), soft_wrap=True)
 
 

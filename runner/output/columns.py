@@ -12,6 +12,7 @@ from runner.output.fields import Method
 from runner.output.record import Result
 from runner.output.terminal import gib
 
+BEYOND = ("v_head_dim", "scale", "softcap", "sinks", "prefix", "kv_lengths")  # plain attention
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
 
 
@@ -220,6 +221,11 @@ def row(result: Result) -> dict[str, Any]:
         key: None if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
         for key, value in values.items()
     }
+
+
+def features(row: dict[str, Any], keys: Sequence[str] = (*BEYOND, "seqlens")) -> list[str]:
+    """What a run's call has beyond plain attention, in a few words each."""
+    return [f"{column.title} {text}" for column in TABLE if column.key in keys and (text := column.text(row))]
 
 
 def differ(rows: Sequence[dict[str, Any]], column: Column) -> bool:

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.markup import escape
 from rich.status import Status
-from rich.table import Table
 
 from attention.masks.band import Band
 from runner.measure.statistics import digits
@@ -15,11 +14,10 @@ from runner.output import columns, fields, summary, terminal
 from runner.output.columns import TABLE, Column, differ
 from runner.output.record import Result
 from runner.output.terminal import err as err
-from runner.output.terminal import flop, gib, new_table, note_dropped, seconds, show
+from runner.output.terminal import flop, gib, print_rows, seconds
 from runner.output.terminal import out as out
 
 LIMITS = {"compute": "matrix products", "memory": "memory", "communication": "links"}
-BEYOND = ("v_head_dim", "scale", "softcap", "sinks", "prefix", "kv_lengths", "seqlens")  # plain attention
 SWEPT = 10  # so much later a narrow terminal leaves out what the runs differ in
 LONG_S = 60.0  # a run expected to take longer is announced
 
@@ -100,7 +98,7 @@ def what_ran(result: Result) -> str:
     tokens = f"{asked.seq_len:,} tokens" if asked.q_len is None else f"{asked.q_len} queries on {asked.seq_len:,} keys"
     mask = f"mask {row['mask']}" if row["mask"] else Band.of(bool(asked.causal), asked.window or (-1, -1)).describe()
     work = [f"batch {asked.batch}", tokens, f"{heads} heads of {asked.head_dim}", mask, asked.dtype]
-    work += [f"{column.title} {text}" for column in TABLE if column.key in BEYOND and (text := column.text(row))]
+    work += columns.features(row)
     how = [f"{asked.world_size} rank{'' if asked.world_size == 1 else 's'}", asked.mode]
     if timing:
         samples = timing.passes["forward"].n
@@ -135,14 +133,6 @@ def _marked(gain: float, result: Result, which: str) -> str:
 def _print(lines: Iterable[str]) -> None:
     for line in lines:
         terminal.out.print(escape(line), soft_wrap=True)
-
-
-def _table(title: str | None, *columns: str) -> Table:
-    """An empty table; the first column holds words, the others numbers."""
-    table = new_table(title)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
 
 
 def _choices(chosen: fields.Chosen) -> Iterator[str]:
@@ -184,7 +174,7 @@ def _times(result: Result, timing: fields.Timing, metrics: fields.Metrics) -> No
         "speedup",
         "eff.",
     )
-    table = _table("Time, the slowest rank of each iteration", *titles)
+    rows = []
     for which, times in timing.passes.items():
         rates, gain = metrics.passes[which], ["", "", ""]
         if base and which in base.passes:
@@ -192,16 +182,18 @@ def _times(result: Result, timing: fields.Timing, metrics: fields.Metrics) -> No
             gain[0] = f"{single}{'!' * base.noisy(which)}{'*' * base.extrapolated}"
             if result.gain:  # of one rank it means nothing
                 gain[1:] = _marked(base.speedup[which], result, which), f"{base.efficiency[which]:.0%}"
-        table.add_row(
-            which,
-            digits(times.median, times.noisy),
-            times.spread,
-            f"{rates.tokens_per_s:,.0f}" if rates.tokens_per_s is not None else "",
-            f"{rates.tflops_per_device:.3g}",
-            f"{rates.sol:.0%} {(rates.limited_by or '')[:4]}" if rates.sol else "",
-            *gain,
+        rows.append(
+            [
+                which,
+                digits(times.median, times.noisy),
+                times.spread,
+                f"{rates.tokens_per_s:,.0f}" if rates.tokens_per_s is not None else "",
+                f"{rates.tflops_per_device:.3g}",
+                f"{rates.sol:.0%} {(rates.limited_by or '')[:4]}" if rates.sol else "",
+                *gain,
+            ]
         )
-    show(table)
+    print_rows("Time, the slowest rank of each iteration", titles, rows, ("pass",))
     _print(_time_notes(timing, metrics, base))
 
 
@@ -244,31 +236,28 @@ def _after_times(result: Result) -> Iterator[str]:
         reasons = ", ".join(sorted({reason for gpu in gpus for reason in gpu.throttle_reasons} - {"gpu_idle"}))
         clocks = f"{min(r.min for r in ranges):,.0f} to {max(r.max for r in ranges):,.0f} MHz"
         yield f"clocks while timing: {clocks}{', held down by ' * bool(reasons)}{reasons}"
-    if result.energy:
-        yield energy_text(result.energy)
+    if energy := result.energy:
+        watts = ", ".join(f"{watts:.0f}" for watts in energy.watts_by_rank)
+        yield (
+            f"no energy: {energy.unavailable}"
+            if energy.joules is None
+            else (
+                f"energy: {energy.joules:.3g} J an iteration, {energy.joules_per_token or 0:.3g} J a token, "
+                f"{energy.tflops_per_watt or 0:.3g} TFLOP/s per W; {watts} W by rank"
+            )
+        )
     yield result.environment.commit
-
-
-def energy_text(energy: fields.Energy) -> str:
-    """The energy of an iteration over all GPUs, in a line."""
-    if energy.joules is None:
-        return f"no energy: {energy.unavailable}"
-    watts = ", ".join(f"{watts:.0f}" for watts in energy.watts_by_rank)
-    return (
-        f"energy: {energy.joules:.3g} J an iteration, {energy.joules_per_token or 0:.3g} J a token, "
-        f"{energy.tflops_per_watt or 0:.3g} TFLOP/s per W; {watts} W by rank"
-    )
 
 
 def _correctness(check: fields.Correctness) -> None:
     verdict = "[green]passed[/]" if check.passed else "[red]failed[/]"
     titles = ("tensor", "rel L2", "max abs", "worst row", "local call's rel L2", "ratio")
-    table = _table(f"Correctness {verdict} (against {check.reference})", *titles)
+    rows = []
     for name, t in check.tensors.items():
         errors = (t.rel_l2, t.max_abs, t.worst_row, t.local_rel_l2)
         ratio = f"{t.ratio_to_local:.2f}" if t.ratio_to_local is not None else ""
-        table.add_row(name, *("" if error is None else f"{error:.2e}" for error in errors), ratio)
-    show(table)
+        rows.append([name, *("" if error is None else f"{error:.2e}" for error in errors), ratio])
+    print_rows(f"Correctness {verdict} (against {check.reference})", titles, rows, ("tensor",))
     if check.checked_share < 1:
         _print([f"checked on {check.checked_share:.1%} of the heads: all of them would take too long"])
     if check.lse.checked is False:
@@ -289,16 +278,17 @@ def phases(result: Result) -> None:
         ])  # fmt: skip
         if not whole:
             continue
-        table = _table(None, "phase", "ms", "share", "mean ± deviation", "total ms", "medians by rank, ms")
+        rows = []
         for name, phase in parts.phases.items():
             overlaps = not name.startswith(("comp_", "wait_")) or phase.share is None
             spread = f"{phase.mean_ms:.3f} ± {phase.deviation_ms:.3f}" if phase.mean_ms is not None else ""
             total = f"{phase.total_ms:.3f}" if phase.total_ms is not None else ""
             by_rank = " ".join(f"{ms:.3f}" for ms in phase.by_rank_ms)
             share = "overlaps" if overlaps else f"{phase.share:.0%}"
-            table.add_row(name, f"{phase.ms or 0:.3f}", share, spread, total, by_rank)
-        table.add_row("other", f"{parts.other_ms:.3f}", f"{parts.other_share:.0%}")
-        show(table, words=("medians by rank, ms",))
+            rows.append([name, f"{phase.ms or 0:.3f}", share, spread, total, by_rank])
+        rows.append(["other", f"{parts.other_ms:.3f}", f"{parts.other_share:.0%}", "", "", ""])
+        titles = ("phase", "ms", "share", "mean ± deviation", "total ms", "medians by rank, ms")
+        print_rows(None, titles, rows, ("phase",), titles[-1:])
 
 
 def run_line(result: Result) -> str:
@@ -312,24 +302,26 @@ def run_line(result: Result) -> str:
 
 def sweep_table(rows: list[dict[str, Any]]) -> None:
     """Print the rows of a sweep's summary: the columns in which they differ, and what was measured."""
-    table, columns = new_table(), [column for column in summary.shown(rows) if _is_shown(column, rows)]
-    for column in columns:
-        table.add_column(column.title, justify="left" if column.left else "right")
-    for entry in rows:
-        table.add_row(*(escape(column.text(entry)) for column in columns))
+    columns = [column for column in summary.shown(rows) if _is_shown(column, rows)]
     # never left out: the only time of a run without a backward, and the status of one that failed
     needed = {"forward_ms"} if any(entry["status"] == "ok" and entry["total_ms"] is None for entry in rows) else set()
-    needed |= {"status"} if any(entry["status"] != "ok" for entry in rows) else set()
     fewest = sorted(
-        (column for column in columns if column.drop and column.key not in needed),
+        (column for column in columns if column.drop and column.key not in {"status"} | needed),
         key=lambda column: column.drop + SWEPT * (not column.measured and differ(rows, column)),
     )
-    dropped = show(table, [column.title for column in TABLE if column.wrapped], [column.title for column in fewest])
-    for remark in summary.remarks(rows):
-        terminal.note(remark)
-    note_dropped(dropped, ": summary.md has them")
+    print_rows(
+        None,
+        [column.title for column in columns],
+        [[column.text(entry) for column in columns] for entry in rows],
+        [column.title for column in TABLE if column.left],
+        [column.title for column in TABLE if column.wrapped],
+        [column.title for column in fewest],
+        notes=summary.remarks(rows),
+        elsewhere="summary.md has them",
+    )
 
 
 def _is_shown(column: Column, rows: list[dict[str, Any]]) -> bool:
     texts = {column.text(entry) for entry in rows}
-    return column.swept or column.key in ("attention", "status") or len(rows) == 1 or len(texts) > 1
+    failed = column.key == "status" and texts != {"ok"}
+    return column.swept or column.key == "attention" or failed or len(rows) == 1 or len(texts) > 1

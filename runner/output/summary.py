@@ -1,4 +1,4 @@
-"""The summary of a sweep: a flat row for each run, as summary.csv, summary.parquet and summary.md."""
+"""The summary of a sweep: a flat row for each run, as summary.csv and summary.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from runner.output.columns import KEYS, TABLE, Column, differ, row
 from runner.output.reader import read_results, report_problems
 from runner.output.record import Result
-from runner.output.results import replacing, write_csv, write_text
+from runner.output.results import write_csv, write_text
 from runner.output.table import Table
 
 # the column that tells the values of a key apart, where it has another name
@@ -65,22 +65,12 @@ def _settings(found: list[Result], rows: list[dict[str, Any]]) -> list[str | Non
 
 
 def summarize_sweep(folder: Path) -> list[dict[str, Any]]:
-    """Write summary.csv, summary.parquet and summary.md from the results in a sweep's folder; returns the rows."""
+    """Write summary.csv and summary.md from the results in a sweep's folder; returns the rows."""
     rows = sweep_rows(folder)
     if rows:
         write_csv(folder / "summary.csv", rows, KEYS)
-        write_parquet(folder / "summary.parquet", rows)
         write_text(folder / "summary.md", markdown(rows))
     return rows
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Raises OSError."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with replacing(path) as scratch:
-        pq.write_table(pa.Table.from_pylist(rows), scratch)
 
 
 def remarks(rows: list[dict[str, Any]]) -> list[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from textwrap import fill
 
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Column, Table
+from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
-GAP = 2  # between the columns of `new_table`
+GAP = 2  # between columns
 LONGEST_WORD = 26  # a longer one, such as a list of 40 lengths, may be broken
 
 
@@ -28,20 +28,17 @@ out = _console(stderr=False)
 err = _console(stderr=True)
 
 
-def new_table(title: str | None = None) -> Table:
-    """An empty table in the style of all printed tables."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-
-
-def fit(table: Table, width: int, words: Collection[str] = (), drop: Sequence[str] = ()) -> tuple[Table, list[str]]:
-    """The table in a terminal of `width` characters, and the titles of the columns that were left out.
+def fit(
+    columns: dict[str, Sequence[str]], width: int, words: Collection[str], drop: Sequence[str]
+) -> tuple[dict[str, int], list[str]]:
+    """The widths of the columns, which are cells by title, in a terminal of `width` characters, and the titles of the
+    columns that were left out.
 
     Columns of `drop` are left out until the rest fits: first those with the same cell in all rows, then in the order of
     `drop`. The cells of the columns in `words` wrap at spaces; other cells are never broken, even where the table stays
     too wide."""
-    widths = {str(column.header): _widths(column, str(column.header) in words) for column in table.columns}
-    cells = {str(column.header): {*column.cells} for column in table.columns}
-    same = [title for title in drop if len(cells.get(title, ())) == 1 < table.row_count]
+    widths = {title: _widths(title, cells, title in words) for title, cells in columns.items()}
+    same = [title for title in drop if len({*(cells := columns.get(title, ()))}) == 1 < len(cells)]
     dropped: list[str] = []
     for title in [*same, *(title for title in drop if title not in same)]:
         if title in widths and sum(least + GAP for least, _ in widths.values()) > width:
@@ -49,72 +46,48 @@ def fit(table: Table, width: int, words: Collection[str] = (), drop: Sequence[st
             dropped.append(title)
     spare = max(0, width - sum(least + GAP for least, _ in widths.values()))
     wanted = max(1, sum(most - least for least, most in widths.values()))
-    fitted, kept = (
-        new_table(str(table.title) if table.title else None),
-        [column for column in table.columns if column.header in widths],
-    )
-    fitted.leading = table.leading
-    for column in kept:
-        least, most = widths[str(column.header)]
-        share = min(most - least, spare * (most - least) // wanted)
-        fitted.add_column(column.header, justify=column.justify, width=least + share, overflow="fold")
-    for row in zip(*(column.cells for column in kept), strict=True):
-        fitted.add_row(*row)
-    return fitted, dropped
+    shares = {title: min(most - least, spare * (most - least) // wanted) for title, (least, most) in widths.items()}
+    return {title: least + shares[title] for title, (least, _) in widths.items()}, dropped
 
 
-def _widths(column: Column, words: bool) -> tuple[int, int]:
+def _widths(title: str, cells: Sequence[str], words: bool) -> tuple[int, int]:
     """The smallest and the largest useful width of a column; titles may wrap between words, cells where they are words."""
-    lines = [line for cell in column.cells for line in Text.from_markup(str(cell)).plain.splitlines()]
+    lines = [line for cell in cells for line in cell.splitlines()]
     whole = max(map(cell_len, lines), default=0)
     longest = max((cell_len(word) for line in lines for word in line.split()), default=0)
-    title = str(column.header)
     least = max(min(LONGEST_WORD, longest) if words else whole, *map(cell_len, ["", *title.split()]))
     return least, max(least, whole, cell_len(title))
 
 
-def show(table: Table, words: Collection[str] = (), drop: Sequence[str] = ()) -> list[str]:
-    """Print a table fitted to the terminal; returns the titles of the columns that were left out. No number is ever
-    cut: a table that is still too wide continues in the terminal's next line."""
-    table, dropped = fit(table, out.width, words, drop)
-    needed = Measurement.get(out, out.options.update(max_width=10_000), table).maximum
-    console = out if needed <= out.width else Console(width=needed, height=25, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    lines = (line.rstrip() for line in captured.get().splitlines())
-    out.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
-    return dropped
-
-
-def note(text: str) -> None:
-    """Print a sentence in lines that fit."""
-    out.print(fill(text, out.width), soft_wrap=True, markup=False)
-
-
-def note_dropped(dropped: Sequence[str], where: str) -> None:
-    """Name the columns that were left out; `where` ends the line with where to find them."""
-    if dropped:
-        note(f"too narrow here for {', '.join(dropped)}{where}")
-
-
 def print_rows(
-    title: str,
+    title: str | None,
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     left: Collection[str],
     words: Collection[str] = (),
     drop: Sequence[str] = (),
     leading: int = 0,
+    notes: Iterable[str] = (),
+    elsewhere: str = "a wider terminal, or COLUMNS=200, shows them",
 ) -> None:
-    """Print a table of those columns that have a text. left: titles of columns that are aligned left. words, drop: as in `fit`."""
-    table = new_table(title)
-    table.leading = leading
-    filled = [(x, cells) for x, cells in zip(columns, zip(*rows, strict=True), strict=False) if any(cells)]
-    for column, _ in filled:
-        table.add_column(column, justify="left" if column in left else "right")
-    for row in zip(*(cells for _, cells in filled), strict=True):
+    """Print a table of those columns that have a text, fitted to the terminal, then the notes and the columns that were left
+    out. left: titles of columns that are aligned left. words, drop: as in `fit`. No number is ever cut: a table that is
+    still too wide continues in the terminal's next line."""
+    filled = {x: cells for x, cells in zip(columns, zip(*rows, strict=True), strict=False) if any(cells)}
+    widths, dropped = fit(filled, out.width, words, drop)
+    style = {"title_justify": "left", "box": box.SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False}
+    table = Table(title=title, leading=leading, **style)  # type: ignore[arg-type]
+    for column, width in widths.items():
+        table.add_column(column, justify="left" if column in left else "right", width=width, overflow="fold")
+    for row in zip(*(map(escape, filled[column]) for column in widths), strict=True):
         table.add_row(*row)
-    note_dropped(show(table, words, drop), ": a wider terminal, or COLUMNS=200, shows them")
+    console = Console(width=max(out.width, sum(widths.values()) + GAP * len(widths)), height=25, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    lines = (line.rstrip() for line in captured.get().splitlines())
+    out.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
+    for note in [*notes, *([f"too narrow here for {', '.join(dropped)}: {elsewhere}"] if dropped else [])]:
+        out.print(fill(note, out.width), soft_wrap=True, markup=False)
 
 
 def seconds(s: float) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from attention.variants.registry import AUTO
 from runner.output.table import Table
 from runner.peers import PEERS
-from runner.report.fair import EVEN, MIXED, by_time, even, mixed, mixed_note, noisy, origins, tied
+from runner.report.fair import EVEN, MIXED, by_time, even, mixed, mixed_note, noisy, tied
 from runner.report.labels import each_over_several_kernels, labels
 from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run, latest, sortable
 from runner.report.table import BEST, NOISY, counted, fact, time
@@ -49,30 +49,21 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
 
 def headline_table(runs: Sequence[Run], which: str = "total") -> Table:
     """A row for each workload that `auto` did: its time, the time of each external package's fastest setting, which the
-    cell names, and their ratio. Raises ValueError without runs of auto and of an external package, and for rows of
-    several commits or machines."""
+    cell names, and their ratio. Raises ValueError without runs of auto and of an external package."""
     runs = [run for run in comparable(runs) if run.external or run.attention == AUTO]
     if {run.external for run in runs} != {True, False}:
         raise ValueError("--table headline: needs runs of attention=auto and of an external package in these folders")
     named, rows = labels(runs), []
     for group in by_workload(runs):
         fastest_last = [run for run in group if run.ms(which) is None] + by_time(group, which)[::-1]
-        row = {_package(run): run for run in fastest_last}
-        if AUTO not in row:
-            continue
-        if mixed(timed := by_time(row.values(), which)):
-            raise ValueError(
-                f"--table headline: the row {fact(row[AUTO], 'seq_len')} is of several commits or machines "
-                f"({', '.join(origins(timed))}); measure it in one sweep, or choose with --where"
-            )
-        rows.append(row)
+        rows.append({_package(run): run for run in fastest_last})
 
     def text(run: Run) -> str:
         how = named[run] if run.external else run.took
         return time(run, which) + (f" ({how})" if how else "")
 
     columns = [AUTO, *dict.fromkeys(_package(run) for run in runs if run.external)]
-    return _side_by_side(rows, columns, which, text, WORKLOAD, [HEADLINE])
+    return _side_by_side([row for row in rows if AUTO in row], columns, which, text, WORKLOAD, [HEADLINE])
 
 
 def _package(run: Run) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from runner.measure.statistics import NOISY as NOISY_IQR
@@ -17,6 +16,7 @@ from runner.report.table import counted, fact
 
 COMPARED = (*WORKLOAD, "timing")  # the facts that runs of a case share
 MOST = 4  # sentences of a rule; if there are more, the last one counts the rest
+Case = list[Run]
 HALF = 0.5  # a share of the time above which something binds a run
 BOUNDS = (
     "compute-bound: compute takes",
@@ -25,27 +25,13 @@ BOUNDS = (
 )
 
 
-@dataclass(frozen=True)
-class Case:
-    """Runs of one workload, timing method, commit and machine, one per label, the fastest in the pass `which` first."""
-
-    runs: list[Run]
-    which: str
-
-    @property
-    def ratio(self) -> float:
-        """The time of the second over that of the first."""
-        first, second = (run.ms(self.which) or 0.0 for run in self.runs[:2])
-        return second / first
-
-
 def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str]]:
     """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds the runs,
     how noisy the times are, and what failed."""
     compared = cases(runs, which)
     failed = sum(run.status != "ok" for run in runs)
     rules = {
-        "fastest": fastest(compared, labels(runs, without={"timing"})),
+        "fastest": fastest(compared, labels(runs, without={"timing"}), which),
         "bound by": bound(runs),
         "noise": noise(runs, labels(runs), which),
         "failures": [f"{failed} of {counted(len(runs), 'run')} failed or could not be done."] if failed else [],
@@ -54,26 +40,27 @@ def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str
 
 
 def cases(runs: Sequence[Run], which: str) -> list[Case]:
-    """The runs that may be compared, the latest of each label, with at least two labels in each case."""
+    """The runs that may be compared: of one workload, timing method, commit and machine, the latest of each label, the fastest
+    in the pass `which` first, with at least two labels in each case."""
     named, found = labels(runs, without={"timing"}), []
     for group in by_workload(comparable(runs), COMPARED):
         places: dict[str, list[Run]] = defaultdict(list)
         for run in by_time(group, which):
             places[origins([run])[0]].append(run)
         found += [by_time(latest(at_one, named.__getitem__).values(), which) for at_one in places.values()]
-    return [Case(case, which) for case in found if len(case) > 1]
+    return [case for case in found if len(case) > 1]
 
 
-def fastest(compared: Sequence[Case], named: dict[Run, str]) -> list[str]:
+def fastest(compared: Sequence[Case], named: dict[Run, str], which: str) -> list[str]:
     """Which label is fastest in which cases and by how much, as far as the spreads allow to say so."""
     first: dict[tuple[str, ...], list[Case]] = defaultdict(list)
     for case in compared:
-        first[tuple(sorted(named[run] for run in tied(case.runs, case.which)))].append(case)
+        first[tuple(sorted(named[run] for run in tied(case, which)))].append(case)
     ahead, level = [], []
     for names, where in sorted(first.items(), key=lambda item: -len(item[1])):
         who, at = _listed(names, MOST), _at(where, compared)
         if len(names) == 1:
-            ratios = _range([case.ratio for case in where], ".2f")
+            ratios = _range([(case[1].ms(which) or 0.0) / (case[0].ms(which) or 1.0) for case in where], ".2f")
             ahead.append(f"{who} is the fastest {at}: the next takes {ratios} times as long.")
         else:
             level.append(f"{who} cannot be told apart {at}: the spreads of their medians overlap.")
@@ -136,12 +123,9 @@ def _at(where: Sequence[Case], compared: Sequence[Case]) -> str:
         return "in this comparison"
     if len(where) == len(compared):
         return f"in all {len(compared)} comparisons"
-    varying = [key for key in COMPARED if len({getattr(case.runs[0], key) for case in compared}) > 1]
-    texts = [[fact(case.runs[0], key) or "none" for key in varying] for case in where]
+    varying = [key for key in COMPARED if len({getattr(case[0], key) for case in compared}) > 1]
     if len(varying) == 1 and len(where) <= 3:
-        return f"at {FACTS[varying[0]]} = {_listed([text for (text,) in texts])}"
-    if len(where) == 1 and varying:
-        return f"at {', '.join(f'{FACTS[key]} {text}' for key, text in zip(varying, texts[0], strict=True))}"
+        return f"at {FACTS[varying[0]]} = {_listed([fact(case[0], varying[0]) or 'none' for case in where])}"
     return f"in {len(where)} of {len(compared)} comparisons"
 
 

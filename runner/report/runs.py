@@ -81,7 +81,7 @@ class Run:
             options=options,
             took=took,
             heads=heads,
-            features=_features(asked),
+            features=", ".join(columns.features(columns.row(result), columns.BEYOND)) or None,
             mask=_mask(asked),
             pack=_pack(asked),
             mode=asked.mode or ("forward" if variant and variant.decode else "forward_backward"),
@@ -177,17 +177,6 @@ def _options(result: Result) -> tuple[dict[str, Any], str | None]:
     if not result.chosen or not best:
         return options, None
     return options | dict.fromkeys(best, BEST), setting_label(options, best)
-
-
-def _features(asked: Asked) -> str | None:
-    found = [f"Dv = {asked.v_head_dim}"] if asked.v_head_dim not in (None, asked.head_dim) else []
-    found += [f"{key} {value:.4g}" for key in ("scale", "softcap") if (value := getattr(asked, key)) is not None]
-    found += ["sinks"] if asked.sinks else []
-    if asked.kv_lengths:
-        many = isinstance(asked.kv_lengths, list)
-        found.append(f"{min(asked.kv_lengths):,} to {max(asked.kv_lengths):,} keys" if many else "random kv_lengths")
-    found += [f"prefix {asked.prefix:,}"] if asked.prefix else []
-    return ", ".join(found) or None
 
 
 def _mask(asked: Asked) -> str | None:

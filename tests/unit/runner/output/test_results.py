@@ -69,7 +69,6 @@ WRITERS = {
     "result.json": "results.write_text(folder / 'result.json', 'x' * 100_000)",
     "samples.parquet": "results.write_samples(folder / 'samples.parquet', [{'forward': [i / 7 for i in range(9999)]}])",
     "phases.csv": "results.write_csv(folder / 'phases.csv', [{'ms': i / 7} for i in range(9999)], ['ms'])",
-    "summary.parquet": "summary.write_parquet(folder / 'summary.parquet', [{'ms': i / 7} for i in range(9999)])",
 }
 
 
@@ -80,7 +79,7 @@ def test_a_full_disk_is_an_error_that_leaves_the_earlier_file_and_nothing_else(t
 import resource, sys
 from pathlib import Path
 import pyarrow.parquet
-from runner.output import results, summary
+from runner.output import results
 folder = Path({str(tmp_path)!r})
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))  # Python ignores SIGXFSZ: writing beyond it gives EFBIG
 for command in {list(WRITERS.values())!r}:
