@@ -225,7 +225,8 @@ def row(result: Result) -> dict[str, Any]:
 
 def features(row: dict[str, Any], keys: Sequence[str] = (*BEYOND, "seqlens")) -> list[str]:
     """What a run's call has beyond plain attention, in a few words each."""
-    return [f"{column.title} {text}" for column in TABLE if column.key in keys and (text := column.text(row))]
+    texts = {column.title: column.text(row) for column in TABLE if column.key in keys}
+    return [title if text == "True" else f"{title} {text}" for title, text in texts.items() if text]
 
 
 def differ(rows: Sequence[dict[str, Any]], column: Column) -> bool:

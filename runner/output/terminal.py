@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from textwrap import fill
 
 from rich import box
@@ -29,7 +29,7 @@ err = _console(stderr=True)
 
 
 def fit(
-    columns: dict[str, Sequence[str]], width: int, words: Collection[str], drop: Sequence[str]
+    columns: Mapping[str, Sequence[str]], width: int, words: Collection[str], drop: Sequence[str]
 ) -> tuple[dict[str, int], list[str]]:
     """The widths of the columns, which are cells by title, in a terminal of `width` characters, and the titles of the
     columns that were left out.
