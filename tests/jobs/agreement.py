@@ -22,11 +22,6 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 SHAPE = {"batch": 1, "tokens": 16, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float32", "gradient": False}
 
 
-def _function(name: str = "ring", agreement: Any = 20.0, group: Any = None, **given: Any) -> Any:
-    """Waits longer than these jobs take, but not forever."""
-    return attention.make(name, group=group, kernel=given.pop("kernel", "math"), agreement=agreement, **given)
-
-
 def _inputs(packed: bool = False, queries: int | None = None, **given: Any) -> list[Tensor]:
     """Of one rank. tokens: of this rank."""
     x = SHAPE | given
@@ -37,47 +32,50 @@ def _inputs(packed: bool = False, queries: int | None = None, **given: Any) -> l
     return found
 
 
+def _function(name: str = "ring", agreement: Any = 20.0, group: Any = None, **options: Any) -> Any:
+    """Waits longer than these jobs take, but not forever."""
+    return attention.make(name, group=group, kernel=options.pop("kernel", "math"), agreement=agreement, **options)
+
+
+def _group(me: Rank) -> dist.ProcessGroup:
+    """All ranks, in a group of its own, which may be of no use afterwards."""
+    return dist.new_group(list(range(me.world)))
+
+
 def _message(fn: Any, inputs: list[Tensor], call: dict[str, Any]) -> str:
     try:
         fn(*inputs, **call)
-    except ValueError as error:
+    except (ValueError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return "none"
 
 
-def disagree(me: Rank, odd: int, base: dict[str, Any], other: dict[str, Any]) -> dict[str, list[Any]]:
-    """The messages of ranks of which one, `odd`, has `other` in place of `base`, by rank; and those of an equal call after
-    it. base, other: arguments of `make`, of the tensors and of the call; a mask is a band's bounds."""
-    how = {part: base.get(part, {}) | (other.get(part, {}) if me.rank == odd else {}) for part in ("make", "x", "call")}
-    if "mask" in how["call"]:
-        how["call"]["mask"] = Banded(Band(*how["call"]["mask"]))
-    fn = _function(**how["make"])
-    first = _message(fn, _inputs(**how["x"]), how["call"])
-    fn = _function()
-    return {"first": me.gather(first), "then": me.gather(_message(fn, _inputs(), {}))}
+def disagree(me: Rank, cases: list[Any]) -> list[list[list[str]]]:
+    """For each case (base, other), the messages of ranks of which the last has `other` in place of `base`, and those of an
+    equal call after it. base, other: arguments of `make`, of the tensors and of the call; a mask is a band's bounds."""
+    messages = []
+    for base, other in cases:
+        odd = other if me.rank == me.world - 1 else {}
+        how = {part: base.get(part, {}) | odd.get(part, {}) for part in ("make", "x", "call")}
+        if "mask" in how["call"]:
+            how["call"]["mask"] = Banded(Band(*how["call"]["mask"]))
+        first = _message(_function(**how["make"]), _inputs(**how["x"]), how["call"])
+        messages.append([me.gather(first), me.gather(_message(_function(), _inputs(), {}))])
+    return messages
 
 
-def differ_in_lengths(me: Rank) -> list[str]:
-    """The last of many sequences begins at another token on the last rank."""
-    cu = list(range(0, 64 * me.world + 1, 4))
-    cu[-2] += me.rank == me.world - 1
-    return me.gather(_message(_function("llama3"), _inputs(packed=True, tokens=64), {"cu_seqlens": cu, "causal": True}))
-
-
-def skip(me: Rank, absent: list[int], how: str) -> list[Any]:
-    """(message, seconds until it) by rank, where the absent ranks make no plan while the others do. how: "skipped", they
-    make no call; "reused", they repeat an earlier call; "off", they have agreement=False."""
-    late = me.rank in absent
+def skip(me: Rank, how: str) -> list[Any]:
+    """(message, seconds until it) by rank, where rank 1 makes no plan while the others do. how: "skipped", it makes no
+    call; "reused", it repeats an earlier call; "off", it has agreement=False."""
+    late = me.rank == 1
     fn = _function(group=_group(me), agreement=False if late and how == "off" else 1.5)
     if how == "reused":
         fn(*_inputs())
-    start = time.perf_counter()
+    start, message = time.perf_counter(), "none"
     if not late:
         message = _message(fn, _inputs(head_dim=32), {})
     elif how == "reused":
-        message = fn.plan(*_inputs()).variant.name  # without communication, which would wait for the others
-    else:
-        message = "none"
+        fn.plan(*_inputs())  # without communication, which would wait for the others
     return me.gather((message, time.perf_counter() - start))
 
 
@@ -94,18 +92,12 @@ def late(me: Rank) -> list[tuple[str, str]]:
     return me.gather((first, _message(_function(), _inputs(), {})))
 
 
-def refused_by_some(me: Rank, late: bool) -> list[Any]:
-    """(Messages of two calls, seconds of the first) by rank. Ranks 1 and 2 refuse the first, each for its own reason, rank 2
-    perhaps when the others have given up."""
+def refused_by(me: Rank, ranks: list[int]) -> list[Any]:
+    """The messages of two calls by rank. These ranks refuse the first, each for its own reason."""
     fn = _function()
     q, k, v = _inputs()
-    if me.rank == 2 and late:
-        time.sleep(2.0)
-    first = [q, k, torch.cat([v] * (me.rank + 1), 2)] if me.rank in (1, 2) else [q, k, v]
-    start = time.perf_counter()
-    refused = _message(fn, first, {})
-    seconds = time.perf_counter() - start
-    return me.gather((refused, _message(fn, _inputs(), {}), seconds))
+    first = [q, k, torch.cat([v] * (me.rank + 2), 2)] if me.rank in ranks else [q, k, v]
+    return me.gather((_message(fn, first, {}), _message(fn, _inputs(), {})))
 
 
 def refuses_its_pattern(me: Rank) -> list[Any]:
@@ -129,47 +121,67 @@ def skips_a_batch(me: Rank, bad: int, transport: str) -> list[Any]:
     """By rank and step, the message, or the values of out, which should be the step's number: rank 1 refuses the call of
     step `bad`, and goes on to the next one."""
     fn = _function("zigzag", group=_group(me), transport=transport)
-    steps = []
+    steps: list[Any] = []
     for step in range(3):
         x = torch.full((1, 16, 2, 8), float(step))
         try:
             out = fn(x, x, x, causal=True, softcap=-1.0 if (me.rank, step) == (1, bad) else None)
             steps.append(sorted({round(value, 3) for value in out.flatten().tolist()}))
-        except Disagreement as error:
-            steps.append(str(error))
         except ValueError as error:
-            steps.append(f"own: {error}")
+            steps.append(f"{type(error).__name__}: {error}")
     return me.gather(steps)
 
 
-def raises_within(me: Rank) -> list[Any]:
-    """(Message, seconds) by rank of a call whose plan exists and whose kernel raises on the last rank."""
+def raises_within(me: Rank) -> list[str]:
+    """The message by rank of a call whose plan exists and whose kernel raises on the last rank."""
     fn = _function(group=_group(me))
     fn(*_inputs())
     if me.rank == me.world - 1:
         object.__setattr__(next(iter(fn.plans.values())), "kernel", None)
-    start = time.perf_counter()
-    try:
-        fn(*_inputs())
-        message = "none"
-    except (ValueError, AttributeError) as error:
-        message = str(error)
-    return me.gather((message, time.perf_counter() - start))
+    return me.gather(_message(fn, _inputs(), {}))
 
 
-def skips_a_backward(me: Rank, then: str) -> list[Any]:
-    """The messages of two ranks, of which rank 0 makes no backward. then: it waits, or makes its next call."""
+def skips_a_backward(me: Rank) -> list[str]:
+    """The messages of two ranks, of which rank 0 makes its next call in place of a backward."""
     fn = _function(group=_group(me), agreement=2)
     out = fn(*_inputs(gradient=True))
-    message = "none"
+    if me.rank == 0:
+        return me.gather(_message(fn, _inputs(gradient=True), {}))
     try:
-        if me.rank == 1:
-            out.sum().backward()
-        elif then == "calls":
-            fn(*_inputs(gradient=True))
+        out.sum().backward()
     except Disagreement as error:
-        message = str(error)
-    return me.gather(message)
+        return me.gather(str(error))
+    return me.gather("none")
+
+
+def keys_in_store(me: Rank, packs: int) -> list[int]:
+    """The keys in the group's store after 3 plans, and after `packs` more plans of packed batches."""
+    group = _group(me)
+    fn = _function("llama3", group=group)
+    keys = []
+    for count in (3, packs):
+        for i in range(count):
+            cu = [0, 5 + i + count, 64 * me.world]
+            fn(*_inputs(packed=True, tokens=64), cu_seqlens=cu, causal=True)
+        me.barrier()
+        keys.append(calls_over(group).store.num_keys())
+        me.barrier()
+    return keys
+
+
+def in_groups_of_one(me: Rank) -> list[list[str]]:
+    """Rank 0 makes two plans in a group of its own while the others make one, then all make one together."""
+    groups = [dist.new_group([i]) for i in range(me.world)]
+    fn = _function(group=groups[me.rank])
+    messages = [_message(fn, _inputs(head_dim=head_dim), {}) for head_dim in ((16, 32) if me.rank == 0 else (16,))]
+    return me.gather([*messages, _message(_function(), _inputs(), {})])
+
+
+def off(me: Rank) -> list[int]:
+    """How many agreements calls of an equal function with agreement=False make."""
+    group = _group(me)
+    _function(group=group, agreement=False)(*_inputs())
+    return me.gather(calls_over(group).number)
 
 
 def leaves_first(rank: int, port: int, how: str, messages: Any) -> None:
@@ -182,48 +194,3 @@ def leaves_first(rank: int, port: int, how: str, messages: Any) -> None:
     messages.close()
     messages.join_thread()
     os._exit(0)
-
-
-def refused_by_all(me: Rank) -> list[str]:
-    """The messages of two calls, the first of which every rank refuses."""
-    fn = _function()
-    first = _message(fn, _inputs(), {"window": (-2, 0)})
-    return me.gather((first, _message(fn, _inputs(), {})))
-
-
-def keys_in_store(me: Rank, packs: int) -> list[int]:
-    """The keys in the group's store after 3 plans, and after `packs` more plans of packed batches."""
-    group = _group(me)
-    fn = _function("llama3", group=group)
-    found = []
-    for count in (3, packs):
-        for i in range(count):
-            cu = [0, 5 + i + count, 64 * me.world]
-            fn(*_inputs(packed=True, tokens=64), cu_seqlens=cu, causal=True)
-        me.barrier()
-        found.append(calls_over(group).store.num_keys())
-        me.barrier()
-    return found
-
-
-def _group(me: Rank) -> dist.ProcessGroup:
-    """All ranks, in a group of its own, which may be of no use afterwards."""
-    return dist.new_group(list(range(me.world)))
-
-
-def in_subgroups(me: Rank) -> list[str]:
-    """Ranks 0 and 2 make two plans while ranks 1 and 3 make one, then all make one together."""
-    groups = [dist.new_group([i, i + 2]) for i in range(2)]
-    fn = _function(group=groups[me.rank % 2])
-    messages = [_message(fn, _inputs(), {})]
-    if me.rank % 2 == 0:
-        messages.append(_message(fn, _inputs(head_dim=32), {}))
-    messages.append(_message(_function(), _inputs(), {}))
-    return me.gather(messages)
-
-
-def off(me: Rank) -> list[int]:
-    """How many agreements calls of an equal function with agreement=False make."""
-    group = _group(me)
-    _function(group=group, agreement=False)(*_inputs())
-    return me.gather(calls_over(group).number)

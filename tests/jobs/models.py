@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import attention
 from attention import masks
@@ -20,6 +21,7 @@ from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import model_work
 from runner.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
+from tests.support import naive
 
 TINY: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 16, "head_dim": 8}
 TOKENS, VOCABULARY = 32, 37
@@ -33,23 +35,10 @@ class Exact:
     def shard(self, x: Tensor) -> Tensor:
         return x
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-        scale: float | None = None,
-    ) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~mask.dense(q.shape[1]), -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
-        return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1)[..., : k.shape[1]], v)
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None = None, **more: Any) -> Tensor:
+        return naive.attention(
+            q, k, v, q.shape[-1] ** -0.5 if scale is None else scale, mask.dense(q.shape[1]), **more
+        )[0]
 
 
 def config_of(case: dict[str, Any]) -> Config:
@@ -85,34 +74,24 @@ def function(case: dict[str, Any]) -> Any:
     return attention.make(case["name"], **options)
 
 
-def step(model: Transformer, batch: Batch, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """The global loss and every parameter's gradient, summed over ranks."""
-    loss = batch.loss(model(batch))
-    loss.backward()
-    reduce_gradients(model, group)
-    loss = loss.detach()
-    dist.all_reduce(loss, group=group)
-    return [loss, *(p.grad for p in model.parameters())]
-
-
 def compare(me: Rank, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """For each case, the relative errors of loss and gradients against a world of one, by parameter."""
-    found = []
-    for case in cases:
-        config = config_of(case)
-        ids, labels, source = text(config, case.get("labels", False))
-        assert ids is not None
-        model = model_of(config, function(case), recompute=case.get("recompute", False))
-        ours = step(model, shard(model.attend, ids, labels, source))
-        exact = model_of(config, Exact())
-        batch = shard(exact.attend, ids, labels, source)
-        loss = batch.loss(exact(batch))
-        loss.backward()
-        expected = [loss.detach(), *(p.grad for p in exact.parameters())]
-        names = ["loss", *(name for name, _ in model.named_parameters())]
-        errors = {name: float((a - b).norm() / b.norm()) for name, a, b in zip(names, ours, expected, strict=True)}
-        found.append({name: max(each[name] for each in me.gather(errors)) for name in names})
-    return found
+    return [_compare(me, case) for case in cases]
+
+
+def _compare(me: Rank, case: dict[str, Any]) -> dict[str, float]:
+    config = config_of(case)
+    ids, labels, source = text(config, case.get("labels", False))
+    model, exact = model_of(config, function(case), recompute=case.get("recompute", False)), model_of(config, Exact())
+    batch, whole = (shard(x.attend, ids, labels, source) for x in (model, exact))
+    loss, expected = batch.loss(model(batch)), whole.loss(exact(whole))
+    loss.backward()
+    expected.backward()
+    reduce_gradients(model)
+    loss = loss.detach()
+    dist.all_reduce(loss)
+    errors = {"loss": _error(loss, expected)} | {name: _error(p.grad, q.grad) for (name, p), q in _pairs(model, exact)}
+    return {name: max(errors[name] for errors in me.gather(errors)) for name in errors}
 
 
 def under_fsdp(me: Rank, shape: list[int], recompute: bool) -> dict[str, float]:
@@ -143,7 +122,7 @@ def under_fsdp(me: Rank, shape: list[int], recompute: bool) -> dict[str, float]:
     whole = shard(exact.attend, ids)
     expected = whole.loss(exact(whole))
     expected.backward()
-    errors = {"loss": float((loss - expected.detach()).abs())}
+    errors = {"loss": _error(loss, expected)}
     errors |= {f"{name}.grad": _error(p.grad, q.grad) for (name, p), q in _pairs(model, exact)}
     for each in (model, exact):
         torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-4).step()
@@ -155,76 +134,38 @@ def _pairs(model: nn.Module, exact: nn.Module) -> Any:
 
 
 def _error(x: Any, expected: Any) -> float:
-    return float((x.full_tensor() - expected).norm() / expected.norm())
+    x = x.full_tensor() if isinstance(x, DTensor) else x
+    return float(((x - expected).norm() / expected.norm()).detach())
 
 
-def refusals(me: Rank) -> dict[str, str]:
-    """How a model refuses what it cannot do."""
-    ring, zigzag = attention.make("ring"), attention.make("zigzag")
-    config = config_of({"masks": [("causal", {}), ("full", {})]})
-    both = replace(config, encoder_layers=1)
-    ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    tried = {
-        "decode": lambda: Transformer(config, attention.make("tree")),
-        "source": lambda: Transformer(both, ring)(shard(ring, ids)),
-        "lengths": lambda: shard(ring, ids, source=ids[:, 1:]),
-        "mask": lambda: Transformer(both, zigzag)(shard(zigzag, ids, source=ids)),
-    }
-    found = {}
-    for name, call in tried.items():
-        try:
-            call()
-            found[name] = ""
-        except ValueError as error:
-            found[name] = str(error)
-    return found
+def _with(change: Callable[[Batch], dict[str, Any]]) -> Callable[..., Batch]:
+    def sharded(*arguments: Any, **how: Any) -> Batch:
+        batch = shard(*arguments, **how)
+        return replace(batch, **change(batch))
+
+    return sharded
 
 
-def _no_sum(*_: Any) -> None:
-    """Gradients stay those of this rank's tokens."""
-
-
-def _own_positions(attend: Any, ids: Tensor, labels: Any = None, source: Any = None, counted: Any = None) -> Batch:
-    """Every rank counts its positions from 0."""
-    found = shard(attend, ids, labels, source, counted)
-    return replace(found, positions=torch.arange(found.ids.shape[1]).expand_as(found.ids))
-
-
-def _shifted_after(attend: Any, ids: Tensor, labels: Any = None, source: Any = None, counted: Any = None) -> Batch:
-    """Labels are shifted within each rank's part."""
-    found = shard(attend, ids, labels, source, counted)
-    return replace(found, labels=found.ids.roll(-1, 1))
-
-
-def _own_mean(attend: Any, ids: Tensor, labels: Any = None, source: Any = None, counted: Any = None) -> Batch:
-    """Every rank divides by the number of its own tokens."""
-    found = shard(attend, ids, labels, source, counted)
-    return replace(found, counted=found.labels.numel())
-
-
-FAULTS = {
-    "gradients not summed": ("reduce_gradients", _no_sum),
-    "positions of the rank": ("shard", _own_positions),
-    "labels shifted after the split": ("shard", _shifted_after),
-    "mean of the rank": ("shard", _own_mean),
+FAULTS: dict[str, tuple[str, Any]] = {
+    "gradients not summed": ("reduce_gradients", lambda *_: None),
+    "positions of the rank": ("shard", _with(lambda x: {"positions": torch.arange(x.ids.shape[1]).expand_as(x.ids)})),
+    "labels shifted after the split": ("shard", _with(lambda x: {"labels": x.ids.roll(-1, 1)})),
+    "mean of the rank": ("shard", _with(lambda x: {"counted": x.labels.numel()})),
 }
 
 
 def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, str | None]:
-    """What the gate says of a model, and of it with each fault: why it fails, or None."""
-    spec = Experiment.from_plain(experiment)
-    found = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).fields["why"]}
+    """What the gate says of a model, and of it with each fault: why it fails, or None. The reference on one device is without
+    the fault."""
+    spec, once = Experiment.from_plain(experiment), whole_model.one_device
+    why = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).fields["why"]}
     for fault in faults:
         name, changed = FAULTS[fault]
-        before = getattr(model_work, name)
-        setattr(model_work, name, changed)
-        try:
-            work = model_work.ModelWork(me, spec)
-            with _only_in_a_world(name, before):
-                found[fault] = gate.check(me, spec, work).fields["why"]
-        finally:
-            setattr(model_work, name, before)
-    return found
+        with mock.patch.object(model_work, name, changed):
+            work, right = model_work.ModelWork(me, spec), mock.patch.object(model_work, name, globals()[name])
+            with mock.patch.object(whole_model, "one_device", right(once)):
+                why[fault] = gate.check(me, spec, work).fields["why"]
+    return why
 
 
 def each_gated(me: Rank, experiments: dict[str, dict[str, Any]]) -> dict[str, str | None]:
@@ -238,26 +179,6 @@ def each_gated(me: Rank, experiments: dict[str, dict[str, Any]]) -> dict[str, st
     return found
 
 
-@contextmanager
-def _only_in_a_world(name: str, before: Any) -> Iterator[None]:
-    """The reference on one device is without the fault."""
-    once = whole_model.one_device
-
-    def one_device(*arguments: Any) -> Any:
-        changed = getattr(model_work, name)
-        setattr(model_work, name, before)
-        try:
-            return once(*arguments)
-        finally:
-            setattr(model_work, name, changed)
-
-    whole_model.one_device = one_device
-    try:
-        yield
-    finally:
-        whole_model.one_device = once
-
-
 def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     """The check where one device has no memory for two layers."""
     spec, once = Experiment.from_plain(experiment), whole_model.one_device
@@ -267,23 +188,17 @@ def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
             raise torch.OutOfMemoryError("two layers")
         return once(me, here, dtype)
 
-    whole_model.one_device = one_device  # type: ignore[assignment]
-    try:
+    with mock.patch.object(whole_model, "one_device", one_device):
         return gate.check(me, spec, model_work.ModelWork(me, spec)).fields
-    finally:
-        whole_model.one_device = once
 
 
 def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
     """What the check after the timing says where ranks begin to sum no gradients during it."""
     spec = Experiment.from_plain(experiment)
-    work, before = model_work.ModelWork(me, spec), model_work.reduce_gradients
+    work = model_work.ModelWork(me, spec)
     checked = gate.check(me, spec, work)
-    model_work.reduce_gradients = _no_sum
-    try:
+    with mock.patch.object(model_work, *FAULTS["gradients not summed"]):
         return gate.check_timed(me, work, work, checked)["why"]
-    finally:
-        model_work.reduce_gradients = before
 
 
 def received(me: Rank, experiment: dict[str, Any]) -> tuple[list[dict[str, dict[str, int]]], float | None, bool]:

@@ -16,9 +16,23 @@ import torch.distributed as dist
 
 import attention
 from attention.kernels import KERNELS, Call, Kernel
-from attention.masks.band import Band
 from runner.launch.rank import Rank
-from tests.jobs.reference import call_of, rel, spoil
+from tests.jobs.reference import rel, spoil
+from tests.support import naive
+
+
+def _whole(me: Rank, tokens: int = 16, head_dim: int = 16, seed: int = 0, batch: int = 1) -> list[torch.Tensor]:
+    """q, k and v of so many tokens a rank, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(batch, tokens * me.world, 4, head_dim, generator=generator).to(me.device) for _ in range(3)]
+
+
+def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
+    n = q.shape[1]
+    keep = torch.ones(n, n, dtype=torch.bool, device=q.device)
+    return naive.attention(
+        *(x.detach().double() for x in (q, k, v)), q.shape[-1] ** -0.5, keep.tril() if causal else keep
+    )[0]
 
 
 def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
@@ -32,19 +46,12 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
     for i in range(calls):
         if i % 100 == 0:
             fn = attention.make(name, kernel=kernel, transport=transport)
-        tokens, heads = 8 * me.world * (1 + i % 5), 4
-        generator = torch.Generator().manual_seed(i)
-        q, k, v = (
-            torch.randn(1 + i % 2, tokens, heads, head_dim, generator=generator).to(me.device, dtype).requires_grad_()
-            for _ in range(3)
-        )
+        q, k, v = (x.to(dtype).requires_grad_() for x in _whole(me, 8 * (1 + i % 5), head_dim, i, 1 + i % 2))
         out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         if i % 50 == 0 or i % 37 == 36:  # of every shape
-            exact = KERNELS["math"].forward(
-                q.double(), k.double(), v.double(), call_of(Band.of(True), None, head_dim, me.device)
-            )
-            errors += [rel(out, exact[0]), 0.0 if gradients[0].isfinite().all() else 1.0]
+            exact = _exact(q, k, v)
+            errors += [rel(out, exact), 0.0 if gradients[0].isfinite().all() else 1.0]
         if i in (max(10, calls // 10) - 1, calls - 1):  # ten calls have every shape
             held.append(held_bytes())
             q = k = v = out = gradients = exact = None
@@ -58,8 +65,7 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
     """The error of a call after calls whose kernel raised half-way on every rank, forward and backward. `before`: a
     variant that is called in between, and clears what they left."""
     fn = attention.make(name, transport=transport)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+    q, k, v = _whole(me)
     local = [fn.shard(x).requires_grad_() for x in (q, k, v)]
     fn(*local, causal=True)
     kernel = fn.plan(*local, causal=True).kernel
@@ -83,7 +89,7 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
                 assert "half-way" in str(error)
         for plan in fn.plans.values():
             object.__setattr__(plan, "kernel", kernel)
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device))
+    exact = _exact(q, k, v)
     errors = []
     if before is not None:
         other = attention.make(before, transport=transport)
@@ -164,8 +170,7 @@ def after_a_release(me: Rank, transport: str) -> float:
     from attention.transports import held_bytes, release
 
     fn = attention.make("zigzag", transport=transport)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
+    q, k, v = _whole(me)
     local = [fn.shard(x) for x in (q, k, v)]
     fn(*local, causal=True)
     assert held_bytes() > 0
@@ -174,7 +179,7 @@ def after_a_release(me: Rank, transport: str) -> float:
     assert held_bytes() == 0
     me.barrier()
     out = fn.unshard(fn(*local, causal=True))
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device))
+    exact = _exact(q, k, v)
     return max(me.gather(rel(out, exact)))
 
 
@@ -231,9 +236,9 @@ def growing_apart(me: Rank) -> list[str]:
     """The messages of the ranks when their first calls need different amounts of memory."""
     group = dist.new_group(list(range(me.world)))
     fn = attention.make("ring", group=group, transport="symm", agreement=False)
-    x = [torch.randn(1, 8 if me.rank else 4096, 4, 16, device=me.device) for _ in range(3)]
+    x = torch.randn(1, 8 if me.rank else 4096, 4, 16, device=me.device)
     try:
-        fn(*x)
+        fn(x, x, x)
     except RuntimeError as error:
         return me.gather(str(error))
     return me.gather("")
@@ -247,10 +252,9 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
         dist.barrier(group)
     # an agreement would write to the world's store, which is a file
     fns = [attention.make("zigzag", group=group, transport="symm", agreement=False) for group in groups]
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 16 * me.world, 4, 16, generator=generator) for _ in range(3))
+    q, k, v = _whole(me)
     local = [fns[0].shard(x) for x in (q, k, v)]
-    exact, _ = KERNELS["math"].forward(q.double(), k.double(), v.double(), call_of(Band.of(True), None, 16, me.device))
+    exact = _exact(q, k, v)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if me.rank == failing:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -284,8 +288,7 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     group = dist.new_group(list(range(me.world)))
     dist.barrier(group)
     fn = attention.make("ring", group=group, transport="symm")
-    generator = torch.Generator().manual_seed(0)
-    small, large = (torch.randn(3, 1, n * me.world, 4, 64, generator=generator) for n in (8, 1024))
+    small, large = (_whole(me, tokens, 64) for tokens in (8, 1024))
     fn(*(fn.shard(x) for x in small))
     local = [fn.shard(x) for x in large]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -299,7 +302,7 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = fn.unshard(fn(*local))
-    exact, _ = KERNELS["math"].forward(*large.double(), call_of(Band(), None, 64, me.device))
+    exact = _exact(*large, causal=False)
     me.barrier()
     return {
         "messages": me.gather(message),

@@ -1,10 +1,12 @@
 """Sequence-parallel models: loss and every parameter's gradient are those of a world of one, in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import attention
-from runner.models import PRESETS, Latent, Transformer, preset
+from runner.models import PRESETS, Latent, Transformer, preset, shard
 from tests.jobs import models
 
 WINDOWS = [("sliding_window", {"left": 5}), ("causal", {})]
@@ -23,23 +25,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_loss_and_gradients_are_those_of_a_world_of_one(in_world, world):
-    for case, errors in zip(CASES, in_world(models.compare, world, cases=CASES), strict=True):
+def test_loss_and_gradients_are_those_of_a_world_of_one(in_world):
+    for case, errors in zip(CASES, in_world(models.compare, 2, cases=CASES), strict=True):
         assert max(errors.values()) < 1e-11, (case, errors)
 
 
+@pytest.mark.nightly
 def test_trains_under_fsdp_over_data_and_context_ranks(in_world):
     errors = in_world(models.under_fsdp, 4, shape=[2, 2], recompute=True)
     assert max(errors.values()) < 1e-9, errors
 
 
-def test_refusals_name_the_value_and_the_way_out(in_world):
-    found = in_world(models.refusals, 2)
-    assert "is a decode" in found["decode"]
-    assert "source=None" in found["source"] and "give source" in found["source"]
-    assert "[1, 31]" in found["lengths"] and "[1, 32]" in found["lengths"]
-    assert "causal=false" in found["mask"] and "zigzag is for causal masks" in found["mask"]
+@pytest.mark.parametrize(
+    ("name", "encoder_layers", "source", "words"),
+    [
+        ("tree", 0, None, "is a decode"),
+        ("ring", 1, None, "source=None: .*give source"),
+        ("ring", 0, models.TOKENS - 1, r"\[1, 31\].*\[1, 32\]"),
+        ("zigzag", 1, models.TOKENS, "causal=false.*zigzag is for causal masks"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused(name, encoder_layers, source, words):
+    config = replace(models.config_of({"masks": [("causal", {}), ("full", {})]}), encoder_layers=encoder_layers)
+    attend, ids = attention.make(name), torch.zeros(1, models.TOKENS, dtype=torch.long)
+    with pytest.raises(ValueError, match=words):
+        Transformer(config, attend)(shard(attend, ids, source=None if source is None else ids[:, :source]))
 
 
 @pytest.mark.parametrize(
