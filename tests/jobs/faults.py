@@ -107,11 +107,3 @@ def finish(me: Rank, fault: str) -> int:
     me.fault = fault
     me.say("finish")
     return me.rank
-
-
-def meet(me: Rank, fault: str) -> None:
-    torch.set_num_threads(8)  # which have yet to start
-    me.fault = fault
-    me.say("timing")
-    me.synchronize()
-    me.gather(me.rank)

@@ -72,30 +72,13 @@ def test_a_run_is_checked_timed_and_recorded(here):
     assert (result.folder / ".hydra" / "config.yaml").exists() and (result.folder / "run.log").exists()
 
 
-@pytest.mark.slow
-def test_runs_of_a_sweep_are_results_and_load_has_their_rows_and_samples(here):
-    sweep = runner.multirun(["attention=ring,zigzag", *QUICK, "seq_len=128,130"])
-    assert [(r.asked.attention, r.asked.seq_len, r.status) for r in sweep] == [
-        ("ring", 128, "ok"), ("ring", 130, "ok"), ("zigzag", 128, "ok"), ("zigzag", 130, "invalid"),
-    ]  # fmt: skip
-    (folder,) = {r.folder.parent for r in sweep}
-    rows = runner.load(folder)
-    assert sorted(rows.name) == sorted(r.name for r in sweep) and (folder / "summary.csv").exists()
-    slowest = runner.load(here, samples=True).groupby(["name", "pass", "iteration"]).ms.max()
-    medians = slowest.groupby(["name", "pass"]).median()
-    for row in rows[rows.status == "ok"].itertuples():
-        assert medians[row.name, "forward"] == pytest.approx(row.forward_ms)
-
-
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (["attention=rong"], "attention=rong.*did you mean ring"),
         (["attention=zigzag", *QUICK, "seq_len=255"], "seq_len=255"),
         (["seq_len=1,2"], "add -m, or call runner.multirun"),
         (["dry_run=true"], "dry_run=true: prints a plan; it is for the command line"),
         (["resume=true"], "goes on with a sweep whose folder must be given"),
-        (["output=${oc.env:NOT_THERE}"], "NOT_THERE"),
         ("attention=ring", "give a list"),
     ],
 )
@@ -125,15 +108,8 @@ def test_what_cannot_be_done_is_unsupported_and_what_fails_the_check_has_no_time
 
 
 def test_lengths_beyond_one_that_ran_out_of_memory_are_not_run(here):
-    limit = [
-        "launch.memory_limit_gb=0.1",
-        "until_limit=true",
-        "heads=8",
-        "kv_heads=8",
-        "mode=forward",
-        "check.enabled=false",
-    ]
-    ok, oom, beyond = runner.multirun([*QUICK, "seq_len=64,65536,131072", *limit])
+    limit = ["launch.memory_limit_gb=0.1", "until_limit=true", "heads=8", "kv_heads=8", "check.enabled=false"]
+    ok, oom, beyond = runner.multirun([*QUICK, "mode=forward", "seq_len=64,65536,131072", *limit])
     assert (ok.status, oom.status, beyond.status) == ("ok", "oom", "unsupported")
     assert "(launch.memory_limit_gb=0.1)" in oom.reason
     assert beyond.reason.startswith("seq_len=131072: not run, as seq_len=65536 ended as oom: rank ")
@@ -142,17 +118,17 @@ def test_lengths_beyond_one_that_ran_out_of_memory_are_not_run(here):
 @pytest.mark.parametrize("mode", ["forward", "forward_backward"])
 def test_every_timing_method_runs_on_a_cpu_forward_only_too(here, mode):
     asked = ["timing=simple,adaptive,profiler", "timing.time_cap_s=0.5", f"mode={mode}", "attention=ring_allgather"]
-    simple, adaptive, profiler = runner.multirun([*QUICK, *asked])
+    simple, adaptive, profiler = sweep = runner.multirun([*QUICK, *asked])
     passes = {"forward"} if mode == "forward" else {"forward", "backward"}
-    for result in (simple, adaptive, profiler):
-        assert set(result.passes) - {"total"} == passes
+    assert all(set(result.passes) - {"total"} == passes for result in sweep)
     assert simple.passes["forward"].n == 1
-    names = {"trace_rank0.json.gz", "trace_rank1.json.gz", "kernels.csv"}
-    assert names <= {path.name for path in profiler.folder.iterdir()}
+    assert {"trace_rank1.json.gz", "kernels.csv"} <= {path.name for path in profiler.folder.iterdir()}
     times = read_table(profiler.folder / "kernel_times.csv").to_pylist()
     assert {(r["rank"], r["pass"]) for r in times if r["kind"] == "compute"} == set(product((0, 1), passes))
     for profile in profiler.plain()["profile"]:
         assert profile["compute_ms"] > 0 and profile["communication_ms"] >= profile["exposed_communication_ms"] >= 0
+    slowest = runner.load(adaptive.folder.parent, samples=True).groupby(["name", "pass", "iteration"]).ms.max()
+    assert slowest[adaptive.name, "forward"].median() == pytest.approx(adaptive.passes["forward"].median)
 
 
 def test_auto_records_what_it_chose_and_why(here):

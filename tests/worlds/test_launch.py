@@ -48,23 +48,15 @@ def gone(pids, within_s=5.0):
     return True
 
 
-def test_a_world_is_reused_and_a_job_in_it_costs_little(pool):
-    first, start = pool.get(TWO).call(faults.pids, {}).result, time.time()
-    for _ in range(5):
-        assert pool.get(TWO).call(faults.pids, {}).result == first
-    assert (time.time() - start) / 5 < 0.2
-
-
-def kill_when_working(world, pid, number=signal.SIGKILL):
-    """A signal for a process of a world as soon as every rank is at work, while the test waits for what the world answers."""
-
-    def kill():
-        while world.alive and [state["phase"] for state in world.files.states()] != ["working"] * world.spec.world_size:
-            time.sleep(0.02)
-        if world.alive:
-            os.kill(pid, number)
-
-    threading.Thread(target=kill, daemon=True).start()
+def test_a_world_is_reused_after_a_refusal_and_takes_a_job_longer_than_the_pipe(pool):
+    world, value = pool.get(TWO), "x" * 300_000
+    first, outcome = world.call(faults.pids, {}).result, world.call(faults.refuse, {})
+    assert (outcome.status, outcome.reason) == ("unsupported", "not here")
+    assert all(0 <= time.monotonic() - state["since"] < 600 for state in world.files.states())  # no clock that is set
+    assert world.call(faults.echo, {"value": value}).result == [value, value]
+    assert pool.get(TWO).call(faults.pids, {}).result == first
+    with pytest.raises(ValueError, match=r"<lambda>: ranks import a job by its name; make it a function of a module"):
+        world.call(lambda me: None, {})
 
 
 @pytest.fixture
@@ -72,13 +64,6 @@ def patient(monkeypatch):
     """A world that does not end by itself is waited for so long that it shows, on a busy machine, too."""
     monkeypatch.setattr("runner.launch.agent.STOP_S", 30.0)
     return 15.0
-
-
-def test_an_idle_world_ends_by_itself_at_once(world, patient):
-    pids, start = world.call(faults.pids, {}).result, time.time()
-    world.close()
-    assert time.time() - start < patient and world.agent.process.returncode == 0
-    assert gone(pids)
 
 
 def test_a_world_that_is_still_starting_is_not_waited_for_and_its_command_line_holds_no_value_of_launch_env(patient):
@@ -102,21 +87,6 @@ def test_a_timeout_names_the_limit_that_it_went_over():
     assert "launch.start_timeout_s=N allows more" in outcome.reason
 
 
-def test_a_job_that_ranks_cannot_import_is_refused_before_it_is_sent(pool):
-    with pytest.raises(
-        ValueError, match=r"job=.*<lambda>: ranks import a job by its name; make it a function of a module"
-    ):
-        pool.get(TWO).call(lambda me: None, {})
-
-
-def test_a_refusal_leaves_the_world_alive_and_a_job_longer_than_the_pipe_is_sent(pool):
-    world, value = pool.get(TWO), "x" * 300_000
-    outcome = world.call(faults.refuse, {})
-    assert (outcome.status, outcome.reason) == ("unsupported", "not here")
-    assert all(0 <= time.monotonic() - state["since"] < 600 for state in world.files.states())  # no clock that is set
-    assert world.call(faults.echo, {"value": value}).result == [value, value]
-
-
 @pytest.mark.parametrize(
     ("job", "arguments", "expected", "reason"),
     [
@@ -124,11 +94,8 @@ def test_a_refusal_leaves_the_world_alive_and_a_job_longer_than_the_pipe_is_sent
         (faults.stop, {"rank": 1}, ("timeout", 1, "working"), "rank 1 was found stopped (as by SIGSTOP) in phase working"),
         (faults.finish, {"fault": "1:finish:kill"}, ("crash", 1, "finish"), "rank 1 was killed by SIGKILL"),
         (faults.hoard, {"gigabytes": 0.5}, ("oom", 0, "working"), ""),
-        pytest.param(
-            faults.meet, {"fault": "1:timing:oom"}, ("oom", 1, "timing"), "", marks=pytest.mark.nightly
-        ),
     ],
-    ids=["raise", "stop", "kill", "limit", "oom"],
+    ids=["raise", "stop", "kill", "limit"],
 )  # fmt: skip
 def test_what_happens_to_a_rank_is_an_outcome_and_nothing_is_left(world, job, arguments, expected, reason):
     pids = world.call(faults.pids, {}).result  # what jobs need is imported
@@ -139,18 +106,18 @@ def test_what_happens_to_a_rank_is_an_outcome_and_nothing_is_left(world, job, ar
     assert gone(pids) and not world.alive and not world.folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("whose", "number", "rank", "reason"),
-    [
-        ("rank", 39, 1, "rank 1 was killed by signal 39"),
-        ("agent", signal.SIGKILL, None, "the agent that had started the ranks was killed by SIGKILL"),
-    ],
-)
-def test_who_was_killed_is_said_with_the_signal(world, whose, number, rank, reason):
+def test_an_agent_that_was_killed_is_named_with_the_signal(world):
     pids = world.call(faults.pids, {}).result
-    kill_when_working(world, pids[1] if whose == "rank" else world.agent.process.pid, number)
+
+    def kill():
+        while [state["phase"] for state in world.files.states()] != ["working"] * 2:
+            time.sleep(0.02)
+        os.kill(world.agent.process.pid, signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
-    assert (outcome.status, outcome.rank) == ("crash", rank) and reason in outcome.reason and outcome.begun
+    assert (outcome.status, outcome.rank) == ("crash", None) and outcome.begun
+    assert "the agent that had started the ranks was killed by SIGKILL" in outcome.reason
     assert gone(pids)
 
 
@@ -168,17 +135,14 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack_which_may_take_a_while(world
     assert gone(pids)
 
 
-def test_ranks_are_forked_off_a_process_without_other_threads(pool):
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_a_rank_is_forked_off_a_process_without_threads_and_may_start_processes_itself(pool, how):
     """What a thread holds at a fork no child can ever get."""
     world = pool.get(TWO)
+    assert world.call(faults.starts_a_process, {"how": how}).result == [7, 7]
     (parent,) = set(world.call(faults.parents, {}).result)
     assert parent == world.agent.process.pid
     assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1
-
-
-@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn"])
-def test_a_rank_may_start_processes_itself(pool, how):
-    assert pool.get(TWO).call(faults.starts_a_process, {"how": how}).result == [7, 7]
 
 
 def test_a_world_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -254,7 +218,7 @@ def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_o
     assert gone(after)
 
 
-@pytest.mark.parametrize("what", ["fifo", "link", "folder", "linked world"])
+@pytest.mark.parametrize("what", ["fifo", "linked world"])
 def test_what_others_put_into_the_folder_for_temporary_files_is_let_be(tmp_path, monkeypatch, what):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     folder, elsewhere = tmp_path / "attention-world-x", tmp_path / "elsewhere"
@@ -264,10 +228,7 @@ def test_what_others_put_into_the_folder_for_temporary_files_is_let_be(tmp_path,
         folder.symlink_to(elsewhere)
     else:
         folder.mkdir()
-        lock = folder / "owned"
-        {"fifo": lambda: os.mkfifo(lock), "link": lambda: lock.symlink_to(elsewhere / "owned"), "folder": lock.mkdir}[
-            what
-        ]()
+        os.mkfifo(folder / "owned")
     remove_abandoned()  # a pipe would hang it
     assert folder.exists() and (elsewhere / "owned").exists()
 
@@ -305,13 +266,6 @@ def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
     (tmp_path / "part.json").write_text(json.dumps(asdict(Part(WorldSpec(1, "cpu")))))
     command = [sys.executable, "-m", "runner.launch.node", str(tmp_path)]
     assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=10).returncode == 1
-
-
-def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with pytest.raises(TypeError):
-        World(WorldSpec(1, "cpu", start_timeout_s={"what", "json", "has", "not"}))
-    assert not list(tmp_path.iterdir())
 
 
 def listening(pids):
