@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,100 +10,98 @@ from torch import Tensor
 
 import attention
 from runner.launch.rank import Rank
-from tests.support.cases import uninitialised_is_nan
+from tests.support.cases import DTYPES
 from tests.support.dilated import reference
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIONS = ("segments", "rates", "mixing", "weights", "pattern_cache", "memory_pool")
+RESULTS = ("out", "lse", "dq", "dk", "dv", "dsinks")
 
 
-def compare(me: Rank | None, cases: list[dict[str, Any]], transport: str = "auto") -> list[dict[str, float]]:
+def compare(me: Rank | None, cases: list[dict[str, Any]]) -> list[dict[str, float]]:
     """For each case the largest errors of out, lse and the gradients, relative to the largest value or to 1, the scale of the
     inputs. me: None without a world."""
-    return [_compare(me, case, transport) for case in cases]
+    return [_compare(me, case) for case in cases]
 
 
-def _compare(me: Rank | None, case: dict[str, Any], transport: str) -> dict[str, float]:
+def _compare(me: Rank | None, case: dict[str, Any]) -> dict[str, float]:
     options = {name: case[name] for name in OPTIONS if name in case}
-    fn = attention.make(case["name"], kernel=case.get("kernel", "auto"), transport=transport, **options)
+    fn = attention.make(case["name"], kernel=case["kernel"], **options)
     tokens, batch, (heads, kv_heads) = case["tokens"], case.get("batch", 1), case.get("heads", (4, 2))
     dims, causal, cu = case.get("dims", (8, 8)), case.get("causal", True), case.get("cu_seqlens")
     generator = torch.Generator().manual_seed(tokens + heads)
     shapes = (heads, dims[0]), (kv_heads, dims[0]), (kv_heads, dims[1]), (heads, dims[1])
     dtype, device = DTYPES[case.get("dtype", "fp64")], me.device if me else torch.device(case.get("device", "cpu"))
     q, k, v, dout = (torch.randn(batch, tokens, *s, generator=generator).to(device, dtype) for s in shapes)
-    how: dict[str, Any] = {name: case[name] for name in ("softcap",) if name in case}
-    if case.get("sinks"):
-        how["sinks"] = torch.randn(heads, generator=generator).to(device, dtype)
-    given = [x.double().requires_grad_() for x in (q, k, v, *([how["sinks"]] if case.get("sinks") else []))]
-    about = {"softcap": case.get("softcap"), "sinks": given[3] if case.get("sinks") else None, "cu_seqlens": cu}
-    about |= {name: options.get(name, default) for name, default in DEFAULTS.items()}
-    out, lse = reference(*given[:3], causal=causal, **about)
-    expected = dict(zip(("out", "lse", "dq", "dk", "dv", "dsinks"), (out, lse, *torch.autograd.grad(out, given, dout.double())), strict=False))  # fmt: skip
-    with uninitialised_is_nan() if case.get("poisoned") else nullcontext():
-        found = _ours(me, fn, (q, k, v, dout), cu, causal, how)
-    return {name: _error(x, expected[name]) for name, x in found.items()}
-
-
-DEFAULTS: dict[str, Any] = {
-    "segments": (1024, 2048, 4096),
-    "rates": (1, 2, 4),
-    "mixing": "head_groups",
-    "weights": "joint",
-}
+    sinks = torch.randn(heads, generator=generator).to(device, dtype) if case.get("sinks") else None
+    exact = [x.double().requires_grad_() for x in (q, k, v, sinks) if x is not None]
+    about = {name: case.get(name) for name in ("segments", "rates", "mixing", "weights", "softcap", "cu_seqlens")}
+    out, lse = reference(*exact[:3], causal=causal, sinks=None if sinks is None else exact[3], **about)
+    expected = (out, lse, *torch.autograd.grad(out, exact, dout.double()))
+    how = {"causal": causal, "softcap": case.get("softcap")}
+    results = _ours(me, fn, (q, k, v, dout), sinks, cu, how)
+    return {name: _error(x, y) for name, x, y in zip(RESULTS, results, expected, strict=False)}
 
 
 def _ours(
-    me: Rank | None, fn: Any, whole: tuple[Tensor, ...], cu: list[int] | None, causal: bool, how: dict[str, Any]
-) -> dict[str, Tensor]:
-    """out, lse and gradients of all ranks; what does not divide is padded."""
+    me: Rank | None, fn: Any, whole: tuple[Tensor, ...], sinks: Tensor | None, cu: list[int] | None, how: dict[str, Any]
+) -> list[Tensor]:
+    """The `RESULTS` of all ranks; what does not divide is padded."""
     whole = tuple(x[0] if cu else x for x in whole)
-    pad = fn.variant.padding(fn.options, tuple(cu or (0, whole[0].shape[-3])), fn.world) > 0
-    parts, added = [], 0
+    pad, added = fn.variant.padding(fn.options, tuple(cu or (0, whole[0].shape[-3])), fn.world) > 0, 0
+    parts = []
     for x in whole:
         part, added = fn.shard(x, cu, pad=True) if pad else (fn.shard(x, cu), 0)
         parts.append(part)
-    q, k, v = (x.requires_grad_() for x in parts[:3])
-    inputs = [q, k, v]
-    if "sinks" in how:
-        how = how | {"sinks": how["sinks"].clone().requires_grad_()}
+    inputs = [x.requires_grad_() for x in parts[:3]]
+    if sinks is not None:
+        how["sinks"] = sinks.clone().requires_grad_()
         inputs.append(how["sinks"])
     for _ in range(2):  # the second with what the first kept
-        out, lse = fn(q, k, v, causal=causal, cu_seqlens=cu, padding=added, return_lse=True, **how)
-    grads = list(torch.autograd.grad(out, inputs, parts[3]))
+        out, lse = fn(*inputs[:3], cu_seqlens=cu, padding=added, return_lse=True, **how)
+    dq, dk, dv, *dsinks = torch.autograd.grad(out, inputs, parts[3])
     rows = lse.transpose(-1, -2).unsqueeze(-1).contiguous()
-    found = [fn.unshard(x, cu, added) for x in (out, rows, *grads[:3])]
-    found = [x.unsqueeze(0) if cu else x for x in found]
-    results = dict(zip(("out", "lse", "dq", "dk", "dv"), found, strict=True))
-    results["lse"] = results["lse"].squeeze(-1).transpose(-1, -2)
-    if "sinks" in how:
-        mine = grads[3]
-        alone = me is None or fn.layout.replicated
-        results["dsinks"] = (
-            mine if alone else torch.tensor(me.gather(mine.tolist()), dtype=torch.float64).sum(0).to(mine)
-        )
-    return {name: x.detach() for name, x in results.items()}
+    out, rows, dq, dk, dv = (fn.unshard(x, cu, added) for x in (out, rows, dq, dk, dv))
+    results = [x.unsqueeze(0) if cu else x for x in (out, rows, dq, dk, dv)]
+    results[1] = results[1].squeeze(-1).transpose(-1, -2)
+    if dsinks and me is not None and not fn.layout.replicated:  # a rank has the part of its queries
+        dsinks = [torch.tensor(me.gather(dsinks[0].tolist()), dtype=torch.float64).sum(0).to(dsinks[0])]
+    return [*results, *dsinks]
 
 
 def _error(x: Tensor, expected: Tensor) -> float:
+    x, expected = x.detach(), expected.detach()
     if not torch.equal(x == -torch.inf, expected == -torch.inf):
         return float("inf")
     x, expected = (y.masked_fill(y == -torch.inf, 0).double() for y in (x, expected))
-    return float(((x - expected).abs().max() / expected.abs().max().clamp(min=1)).detach())
+    return float((x - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
-def received(me: Rank, options: dict[str, Any], sizes: list[int], transport: str) -> list[list[dict[str, int]]]:
-    """For each number of tokens, the bytes that each rank receives in a forward and backward, and its peak of them."""
-    found = []
-    for tokens in sizes:
-        fn = attention.make("ring_dilated", transport=transport, **options)
-        q, k, v = (fn.shard(torch.randn(1, tokens, 4, 8)).requires_grad_() for _ in range(3))
-        plan = fn.plan(q, k, v, causal=True)
-        plan.transport.bytes_received.clear()
-        fn(q, k, v, causal=True).sum().backward()
-        me.synchronize()
-        found.append(me.gather(dict(plan.transport.bytes_received)))
-    return found
+def received(me: Rank, options: dict[str, Any], tokens: int, transport: str) -> list[dict[str, int]]:
+    """The bytes that each rank receives in a forward and backward."""
+    fn = attention.make("ring_dilated", transport=transport, **options)
+    inputs = [fn.shard(torch.randn(1, tokens, 4, 8)).requires_grad_() for _ in range(3)]
+    bytes_received = fn.plan(*inputs, causal=True).transport.bytes_received
+    bytes_received.clear()
+    fn(*inputs, causal=True).sum().backward()
+    me.synchronize()
+    return me.gather(dict(bytes_received))
+
+
+def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -> list[list[Any]]:
+    """Whether the correctness check passes, and the largest ratio to the errors of a local call: of the experiment, and of
+    functions with these other options in its place."""
+    from runner.check import gate
+    from runner.config.experiment import Experiment
+    from runner.measure.attention_work import AttentionWork
+    from runner.measure.workload import build
+
+    spec = Experiment.from_plain(experiment)
+    outcomes = []
+    for options in ({}, *wrong):
+        work = AttentionWork(me, spec, build(replace(spec, options=spec.options | options)))
+        fields = gate.check(me, spec, work).fields
+        outcomes.append([fields["passed"], max(x["ratio_to_local"] for x in fields["tensors"].values())])
+    return outcomes
 
 
 def module(me: Rank, tokens: int, options: dict[str, Any]) -> list[float]:
@@ -123,23 +120,6 @@ def module(me: Rank, tokens: int, options: dict[str, Any]) -> list[float]:
         sums = [sum(me.gather(grad)) for grad in of_parameters] if variant == "ring_dilated" else of_parameters
         found.append([*(made.attend.unshard(y.unsqueeze(2)).squeeze(2) for y in (out, dx)), *sums])
     return [float((a - b).detach().abs().max()) for a, b in zip(*found, strict=True)]
-
-
-def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -> list[list[Any]]:
-    """Whether the correctness check passes, and the largest ratio to the errors of a local call: of the experiment, and of
-    functions with these other options in its place."""
-    from runner.check import gate
-    from runner.config.experiment import Experiment
-    from runner.measure.attention_work import AttentionWork
-    from runner.measure.workload import build
-
-    spec = Experiment.from_plain(experiment)
-    found = []
-    for options in ({}, *wrong):
-        work = AttentionWork(me, spec, build(replace(spec, options=spec.options | options)))
-        each = gate.check(me, spec, work).fields
-        found.append([each["passed"], max(x["ratio_to_local"] for x in each["tensors"].values())])
-    return found
 
 
 def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:

@@ -80,8 +80,9 @@ def held(
     eager = parts.merge_eager, grad_sum.sum_eager
     parts.merge_eager = grad_sum.sum_eager = lambda *_: None  # type: ignore[assignment]  # a GPU's kernels need no scratch
     try:
-        return [me.gather([_held(name, options, tokens, heads, head_dim, packs, both) for both in (False, True)])
-                for name, options in cases]  # fmt: skip
+        return [
+            me.gather([_held(case, tokens, heads, head_dim, packs, both) for both in (False, True)]) for case in cases
+        ]
     finally:
         parts.merge_eager, grad_sum.sum_eager = eager
 
@@ -92,15 +93,10 @@ def _idle(plan: Plan) -> Plan:
 
 
 def _held(
-    name: str,
-    options: dict[str, Any],
-    tokens: int,
-    heads: tuple[int, int],
-    head_dim: int,
-    packs: list[int] | None,
-    backward: bool,
+    case: tuple[str, dict[str, Any]], tokens: int, heads: tuple[int, int], head_dim: int, packs: Any, backward: bool
 ) -> int:
     symmetric.release()
+    name, options = case
     fn = attention.make(name, transport="symm", kernel="math", **options)
     q, kv = (torch.zeros(*(() if packs else (1,)), tokens, n, head_dim, dtype=torch.bfloat16) for n in heads)
     q, k, v, dout = (fn.shard(x, packs) for x in (q, kv, kv, q))
@@ -125,36 +121,28 @@ def _held(
     return live.peak + sum(pool.nbytes for pool in pools)
 
 
-def growing(n: int) -> list[Mask]:
-    """Masks for n tokens whose pairs grow linearly with them."""
-    return [
-        masks.documents([256] * (n // 256)),
-        masks.global_window(64, 16, causal=True),
-        masks.dca(128, 16, 128, causal=True),
-        masks.dca(128, 16, 32, granularity="tile", causal=True),
-        masks.block_sparse("local_window", causal=True),
-    ]
-
-
-def under_masks(me: Rank, names: list[str], sizes: list[int]) -> dict[str, dict[str, list[list[int]]]]:
-    """By variant and mask, for each rank and size the peak bytes beside the inputs of a forward and backward."""
-    found: dict[str, dict[str, list[list[int]]]] = {}
-    for name in names:
-        found[name] = {}
-        for number, mask in enumerate(growing(sizes[0])):
-            peaks = [_peak(name, growing(n)[number], n) for n in sizes]
-            found[name][f"{number} {mask.name}"] = me.gather(peaks)
-    return found
+def under_masks(me: Rank, names: list[str], sizes: list[int]) -> dict[str, list[list[int]]]:
+    """By variant and mask, for each rank and size the peak bytes beside the inputs of a forward and backward. The pairs of the
+    masks grow linearly with the tokens."""
+    made = {
+        "documents": lambda n: masks.documents([256] * (n // 256)),
+        "dca of tiles": lambda n: masks.dca(128, 16, 32, granularity="tile", causal=True),
+        "block_sparse": lambda n: masks.block_sparse("local_window", causal=True),
+    }
+    return {
+        f"{name} under {which}": me.gather([_peak(name, mask(n), n) for n in sizes])
+        for name in names
+        for which, mask in made.items()
+    }
 
 
 def _peak(name: str, mask: Mask, tokens: int) -> int:
     made_for = {"mask": mask} if "mask" in variant(name).options.from_call else {}
     fn = attention.make(name, **made_for)
-    q, kv = (torch.randn(1, tokens, heads, 16) for heads in (2, 1))
-    q, k, v, dout = (fn.shard(x).contiguous() for x in (q, kv, kv.clone(), q.clone()))
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    fn(*inputs, mask=mask)  # plans
-    with Live({x.untyped_storage().data_ptr() for x in (*inputs, dout)}) as live:
+    inputs = [fn.shard(torch.randn(1, tokens, heads, 16)).contiguous().requires_grad_() for heads in (2, 1, 1)]
+    out = fn(*inputs, mask=mask)  # plans
+    dout = torch.ones_like(out)
+    with Live({x.untyped_storage().data_ptr() for x in (*inputs, out, dout)}) as live:
         torch.autograd.grad(fn(*inputs, mask=mask), inputs, dout)
     return live.peak
 

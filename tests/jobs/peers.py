@@ -4,93 +4,53 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from attention.kernels import KERNELS, Call
 from attention.masks.band import Band
 from runner.launch.rank import Rank
 from runner.peers import PEERS, function
-from tests.jobs.reference import DTYPES, by_kernel, inputs, rel
+from tests.jobs.reference import rel
+from tests.support import naive
+from tests.support.cases import DTYPES
 
 
 def compare(
-    me: Rank,
-    name: str,
-    options: dict[str, Any],
-    cases: list[dict[str, Any]],
-    dtype: str = "fp32",
-    kernel: str = "auto",
+    me: Rank, name: str, options: dict[str, Any], cases: list[dict[str, Any]], dtype: str = "fp32", kernel: str = "auto"
 ) -> list[dict[str, Any]]:
-    """For each case, the relative L2 errors of out, dq, dk and dv against fp64 (fp32 on a GPU), those of one local call
-    of the same kernel, and the kernel's name. All forwards run before the first backward, as in a model of several
-    layers."""
+    """For each case, the relative L2 errors of out, dq, dk and dv against fp64, those of one local call of the same kernel, and
+    the kernel's name. All forwards run before the first backward, as in a model of several layers."""
     fn = function.make(name, kernel=kernel, **options)
-    exactly = torch.float32 if me.device.type == "cuda" else torch.float64
-    forwards, found = [], []
+    forwards, compared = [], []
     for case in cases:
-        packs = case.get("packs")
-        whole = inputs(case, dtype, me.device)
+        packs, heads = case.get("packs"), (case["heads"], case["kv_heads"], case["kv_heads"], case["heads"])
+        lead = (case["tokens"],) if packs else (case.get("batch", 2), case["tokens"])
+        generator = torch.Generator().manual_seed(sum(heads))
+        whole = [torch.randn(*lead, h, case["head_dim"], generator=generator) for h in heads]
+        whole = [x.to(me.device, DTYPES[dtype]) for x in whole]
         shards = [fn.shard(x, packs).requires_grad_() for x in whole[:3]]
         how = {"causal": case["causal"], "cu_seqlens": packs}
         forwards.append((case, whole, shards, fn(*shards, **how), fn.plan(*shards, **how)))
     for case, whole, shards, out, plan in forwards:
-        packs = case.get("packs")
-        gradients = torch.autograd.grad(out, shards, fn.shard(whole[3], packs))
-        exact, _ = by_kernel("math", case, dtype, exactly, me.device)
-        alone, _ = by_kernel(case.get("local", plan.kernel.name), case, dtype, DTYPES[dtype], me.device)
-        ours = [fn.unshard(x, packs) for x in (out, *gradients)]
-        found.append({
-            "case": case,
-            "errors": [rel(a, b) for a, b in zip(ours, exact, strict=True)],
-            "local": [rel(a, b) for a, b in zip(alone, exact, strict=True)],
-            "kernel": plan.kernel.name,
-        })  # fmt: skip
-    return found
-
-
-class _CudaOps:
-    """aten's CUDA flash attention, which PyTorch's context_parallel calls, computed on a CPU by the math kernel."""
-
-    def __init__(self) -> None:
-        self.library = torch.library.Library("aten", "IMPL")
-        self.library.impl("_scaled_dot_product_flash_attention", self.forward, "CPU")
-        self.library.impl("_scaled_dot_product_flash_attention_backward", self.backward, "CPU")
-
-    @staticmethod
-    def forward(q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, debug: bool = False, scale: Any = None) -> Any:  # fmt: skip
-        call = Call(scale, Band.of(causal))
-        out, lse = KERNELS["math"].forward(*(x.transpose(1, 2) for x in (q, k, v)), call)
-        state, unused = torch.zeros(2, dtype=torch.int64), torch.zeros((), dtype=torch.int64)
-        return out.transpose(1, 2), lse, None, None, q.shape[2], k.shape[2], state, unused, q.new_empty(0)
-
-    @staticmethod
-    def backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int,
-                 dropout: float, causal: bool, seed: Any, offset: Any, *, scale: Any = None) -> Any:  # fmt: skip
-        dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
-        gradients = KERNELS["math"].backward(dout, q, k, v, out, lse, Call(scale, Band.of(causal)))
-        return tuple(x.transpose(1, 2) for x in gradients)
-
-
-_cuda_ops: list[_CudaOps] = []
-
-
-def compare_torch_cp(me: Rank, **arguments: Any) -> list[dict[str, Any]]:
-    """`compare` for PyTorch's context_parallel. Only its CUDA kernel is replaced, since it has none for a CPU."""
-    plain, package = F.scaled_dot_product_attention, PEERS["torch_cp"]
-
-    def scaled_dot_product_attention(q: Any, k: Any, v: Any, is_causal: bool, scale: float, enable_gqa: bool) -> Any:
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, False, scale=scale)[0]
-
-    _cuda_ops[:] = _cuda_ops or [_CudaOps()]
-    F.scaled_dot_product_attention = scaled_dot_product_attention
-    PEERS["torch_cp"] = replace(package, cuda=False)
-    try:
-        return compare(me, "torch_cp", kernel="sdpa_flash", **arguments)
-    finally:
-        F.scaled_dot_product_attention, PEERS["torch_cp"] = plain, package
+        packs, call = case.get("packs"), Call(case["head_dim"] ** -0.5, Band.of(case["causal"]))
+        if packs:
+            lengths = [b - a for a, b in pairwise(packs)]
+            call = call.of_packed(call.mask, lengths, lengths, me.device)
+        q, k, v, dout = whole
+        gradients = torch.autograd.grad(out, shards, fn.shard(dout, packs))
+        exact, _, *exact_gradients = naive.reference(*whole, call)
+        local = KERNELS[case.get("local", plan.kernel.name)]
+        alone, lse = local.forward(q, k, v, call)
+        results = {
+            "errors": [fn.unshard(x, packs) for x in (out, *gradients)],
+            "local": [alone, *local.backward(dout, q, k, v, alone, lse, call)],
+        }
+        errors = {who: list(map(rel, xs, (exact, *exact_gradients))) for who, xs in results.items()}
+        compared.append({**errors, "kernel": plan.kernel.name})
+    return compared
 
 
 def kernels_seen(me: Rank, name: str) -> list[list[str]]:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partialmethod
 from typing import Any
 from unittest import mock
 
@@ -25,10 +24,6 @@ from runner.measure.stopwatch import Stopwatch
 from tests.jobs.reference import rel
 
 
-def variables(me: Rank, names: list[str]) -> list[list[str | None]]:
-    return me.gather([os.environ.get(name) for name in names])
-
-
 def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     """A run as the program does it, with the options and the choice of every rank."""
     found = job.run(me, experiment, None)
@@ -36,56 +31,28 @@ def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def slowed(me: Rank, shares: dict[str, float] | None) -> None:
-    """From now on each pass of this world's runs takes longer by a share of the time that it took, by the run's seed; None:
-    no longer. Until then time is CPU time, of one thread: other processes, such as other tests, do not count."""
-    work, mark = (_run, _mark) if shares is None else (partialmethod(_slow, shares), lambda _: time.process_time_ns())
-    AttentionWork.run, Stopwatch.mark = work, mark  # type: ignore[method-assign]
-    torch.set_num_threads(_threads if shares is None else 1)
-
-
-_threads = torch.get_num_threads()
-_run, _mark = AttentionWork.run, Stopwatch.mark
-
-
-def _slow(work: AttentionWork, shares: dict[str, float], which: str) -> None:
-    start = time.process_time()
-    _run(work, which)
-    end = start + (1 + shares.get(str(work.experiment.seed), 0.0)) * (time.process_time() - start)
-    while time.process_time() < end:
-        pass
-
-
 def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:
     """The limits that a run reports after the kept ceilings were made a thousand times lower than those of this
     machine."""
-    before, os.environ["XDG_CACHE_HOME"] = os.environ.get("XDG_CACHE_HOME"), cache
-    try:
-        dtype = experiment["workload"]["dtype"]
-        ceilings._known.clear()  # what an earlier job of this world found
+    dtype = experiment["workload"]["dtype"]
+    with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), mock.patch.object(ceilings, "_known", {}):
         true = ceilings.ceilings(me, dtype)
+        path = next(environment.cache_folder().glob("ceilings-*.json"))
+        me.barrier()
         if me.rank == 0:
-            (path,) = environment.cache_folder().glob("ceilings-*.json")
             kept = json.loads(path.read_text())
             path.write_text(json.dumps(kept | {name: kept[name] / 1000 for name in ceilings.RATES}))
         ceilings._known.clear()
         me.barrier()
-        found = job.run(me, experiment, None)
-        again = job.run(me, experiment, None)
-        ceilings._known[dtype, me.world] = again["ceilings"] | {"source": "cached"}
+        runs = [job.run(me, experiment, None) for _ in range(2)]
+        ceilings._known[dtype, me.world] = runs[1]["ceilings"] | {"source": "cached"}
         with memory_limit(me, 0.01):
             unmeasured = ceilings.again(me, dtype)["source"]
-    finally:
-        ceilings._known.clear()
-        os.environ.pop("XDG_CACHE_HOME")
-        if before is not None:
-            os.environ["XDG_CACHE_HOME"] = before
-    kept = json.loads(path.read_text()) if me.rank == 0 else None
     return {
         "true": true,
         "without_memory": unmeasured,
-        "kept": kept,
-        "runs": [{key: x[key] for key in ("ceilings", "metrics")} for x in (found, again)],
+        "kept": json.loads(path.read_text()),
+        "runs": [{key: x[key] for key in ("ceilings", "metrics")} for x in runs],
     }
 
 
@@ -110,26 +77,16 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
     """Three checks of one workload; before the last, rank 1 forgets its kept references. For each: whether it passed,
     its error, and how many references this rank computed."""
     spec = Experiment.from_plain(experiment)
-    work = AttentionWork(me, spec)
-    plain, counted = pieces.reference, [0]
-
-    def counting(*args: Any) -> Any:
-        counted[0] += 1
-        return plain(*args)
-
+    work, checks = AttentionWork(me, spec), []
     pieces._kept.clear()
-    pieces.reference = counting
-    found = []
-    try:
+    with mock.patch.object(pieces, "reference", wraps=pieces.reference) as computed:
         for last in (False, False, True):
             if last and me.rank == 1:
                 pieces._kept.clear()
-            counted[0] = 0
+            computed.reset_mock()
             checked = gate.check(me, spec, work).fields
-            found.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], counted[0]])
-    finally:
-        pieces.reference = plain
-    return me.gather(found)
+            checks.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], computed.call_count])
+    return me.gather(checks)
 
 
 def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:

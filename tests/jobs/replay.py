@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 import attention
+from attention.masks.band import CAUSAL, FULL
 from runner.launch.rank import Rank
-from tests.jobs.reference import rel
-from tests.support import naive
+from tests.jobs.reference import exact, rel
 
 
 def after_a_broken_capture(me: Rank, name: str) -> float:
@@ -81,12 +81,10 @@ def captured_graph(me: Rank, name: str, transport: str) -> float:
     lengths = (3 if decode else 512 * me.world, 512 * me.world, 512 * me.world)
     q, k, v = (torch.randn(1, n, 4, 64, generator=generator).to(me.device, torch.bfloat16) for n in lengths)
     local = [fn.shard(x, role=role) for x, role in zip((q, k, v), ("q", "kv", "kv"), strict=True)]
-    keep = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=me.device)
     wanteds = []
     for sign in (1, -1):  # of the queries that each other call and replay has
-        whole = (sign * q.double(), k.double(), v.double())
-        exact, _ = naive.attention(*whole, 64**-0.5, keep if decode else keep.tril())
-        wanteds.append(exact if decode else fn.shard(exact))
+        wanted, _ = exact(sign * q, k, v, FULL if decode else CAUSAL)
+        wanteds.append(wanted if decode else fn.shard(wanted))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

@@ -16,23 +16,15 @@ import torch.distributed as dist
 
 import attention
 from attention.kernels import KERNELS, Call, Kernel
+from attention.masks.band import CAUSAL, FULL
 from runner.launch.rank import Rank
-from tests.jobs.reference import rel, spoil
-from tests.support import naive
+from tests.jobs.reference import exact, rel, spoil
 
 
 def _whole(me: Rank, tokens: int = 16, head_dim: int = 16, seed: int = 0, batch: int = 1) -> list[torch.Tensor]:
     """q, k and v of so many tokens a rank, the same on every rank."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(batch, tokens * me.world, 4, head_dim, generator=generator).to(me.device) for _ in range(3)]
-
-
-def _exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = True) -> torch.Tensor:
-    n = q.shape[1]
-    keep = torch.ones(n, n, dtype=torch.bool, device=q.device)
-    return naive.attention(
-        *(x.detach().double() for x in (q, k, v)), q.shape[-1] ** -0.5, keep.tril() if causal else keep
-    )[0]
 
 
 def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
@@ -50,11 +42,11 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
         out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         if i % 50 == 0 or i % 37 == 36:  # of every shape
-            exact = _exact(q, k, v)
-            errors += [rel(out, exact), 0.0 if gradients[0].isfinite().all() else 1.0]
+            reference = exact(q, k, v, CAUSAL)[0]
+            errors += [rel(out, reference), 0.0 if gradients[0].isfinite().all() else 1.0]
         if i in (max(10, calls // 10) - 1, calls - 1):  # ten calls have every shape
             held.append(held_bytes())
-            q = k = v = out = gradients = exact = None
+            q = k = v = out = gradients = reference = None
             gc.collect()
             allocated.append(torch.cuda.memory_allocated() if me.device.type == "cuda" else 0)
     left = memory_files()
@@ -89,15 +81,15 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
                 assert "half-way" in str(error)
         for plan in fn.plans.values():
             object.__setattr__(plan, "kernel", kernel)
-    exact = _exact(q, k, v)
+    reference = exact(q, k, v, CAUSAL)[0]
     errors = []
     if before is not None:
         other = attention.make(before, transport=transport)
         filling = other.transport(me.device).pool.filling
         assert filling
-        errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), exact))
+        errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), reference))
         assert not filling
-    errors.append(rel(fn.unshard(fn(*local, causal=True)), exact))
+    errors.append(rel(fn.unshard(fn(*local, causal=True)), reference))
     return max(me.gather(max(errors)))
 
 
@@ -179,8 +171,8 @@ def after_a_release(me: Rank, transport: str) -> float:
     assert held_bytes() == 0
     me.barrier()
     out = fn.unshard(fn(*local, causal=True))
-    exact = _exact(q, k, v)
-    return max(me.gather(rel(out, exact)))
+    reference = exact(q, k, v, CAUSAL)[0]
+    return max(me.gather(rel(out, reference)))
 
 
 def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[str, Any]]:
@@ -254,7 +246,7 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
     fns = [attention.make("zigzag", group=group, transport="symm", agreement=False) for group in groups]
     q, k, v = _whole(me)
     local = [fns[0].shard(x) for x in (q, k, v)]
-    exact = _exact(q, k, v)
+    reference = exact(q, k, v, CAUSAL)[0]
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if me.rank == failing:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -262,7 +254,7 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
         note = fns[0].plan(*local, causal=True).transport.note
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    errors = [rel(fn.unshard(fn(*local, causal=True)), exact) for fn in fns]
+    errors = [rel(fn.unshard(fn(*local, causal=True)), reference) for fn in fns]
     return {
         "notes": me.gather(note),
         "later": me.gather(fns[1].plan(*local, causal=True).transport.note),
@@ -302,10 +294,10 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = fn.unshard(fn(*local))
-    exact = _exact(*large, causal=False)
+    reference = exact(*large, FULL)[0]
     me.barrier()
     return {
         "messages": me.gather(message),
-        "error": max(me.gather(rel(out, exact))),
+        "error": max(me.gather(rel(out, reference))),
         "files": max(me.gather(memory_files() - before)),
     }

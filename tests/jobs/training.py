@@ -6,8 +6,6 @@ import copy
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,17 +16,25 @@ from runner.launch.rank import Rank
 from tests.jobs.reference import rel
 
 
+def _shards(me: Rank, fn: Any, tokens: int = 8, head_dim: int = 16) -> list[torch.Tensor]:
+    """q, k and v of so many tokens a rank."""
+    torch.manual_seed(0)
+    return [fn.shard(torch.randn(1, tokens * me.world, 4, head_dim)).requires_grad_() for _ in range(3)]
+
+
+def _apart(xs: Any, ys: Any) -> float:
+    return max(float((x - y).detach().abs().max()) for x, y in zip(xs, ys, strict=True))
+
+
 def checkpointed(me: Rank, name: str) -> float:
     """The largest difference between the gradients with and without activation checkpointing."""
     from torch.utils.checkpoint import checkpoint
 
     fn = attention.make(name)
-    torch.manual_seed(0)
-    q, k, v = (fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3))
-    plain = torch.autograd.grad(fn(q, k, v, causal=True).square().sum(), (q, k, v))
-    out = checkpoint(lambda *x: fn(*x, causal=True), q, k, v, use_reentrant=False)
-    again = torch.autograd.grad(out.square().sum(), (q, k, v))
-    return max(float((a - b).abs().max()) for a, b in zip(plain, again, strict=True))
+    qkv = _shards(me, fn)
+    plain = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv)
+    out = checkpoint(lambda *x: fn(*x, causal=True), *qkv, use_reentrant=False)
+    return _apart(plain, torch.autograd.grad(out.square().sum(), qkv))
 
 
 class _NoGradient(torch.autograd.Function):
@@ -45,16 +51,12 @@ def without_a_gradient(me: Rank, name: str) -> float:
     """Only rank 0's out has no gradient. The largest difference of any rank's gradients from those with zeros in its
     place."""
     fn = attention.make(name)
-    torch.manual_seed(0)
-    shards = [fn.shard(torch.randn(1, 8 * me.world, 4, 16)).requires_grad_() for _ in range(3)]
-    given = float(me.rank > 0)
-    expected = torch.autograd.grad((given * fn(*shards, causal=True)).sum(), shards)
+    shards = _shards(me, fn)
+    expected = torch.autograd.grad((float(me.rank > 0) * fn(*shards, causal=True)).sum(), shards)
     out = fn(*shards, causal=True)
-    found = torch.autograd.grad((out if me.rank else _NoGradient.apply(out)).sum(), shards)
-    worst = torch.stack([(a - b).abs().max() for a, b in zip(found, expected, strict=True)]).max()
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    gradients = torch.autograd.grad((out if me.rank else _NoGradient.apply(out)).sum(), shards)
     assert float(expected[1].abs().max()) > 0  # a rank's keys have a gradient from the others' queries
-    return float(worst)
+    return max(me.gather(_apart(gradients, expected)))
 
 
 def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) -> dict[str, Any]:
@@ -87,34 +89,18 @@ def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) 
         torch.compiler.reset()
         again = torch.compile(model, backend=compile)
     found = []
-    with warnings.catch_warnings(record=True) as warned, _logged("torch", messages):
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
+        logging.getLogger("torch").addHandler(handler)
         for run in (model, again, again):
             out = run(*xs)
             found.append((out, *(torch.autograd.grad(out.square().sum(), xs) if trained else ())))
-    messages += [str(each.message) for each in warned]
+    logging.getLogger("torch").removeHandler(handler)
+    messages += [str(warning.message) for warning in warned]
     eager, *others = found
-    return {
-        "error": max(float((a - b).detach().abs().max()) for each in others for a, b in zip(eager, each, strict=True)),
-        "graphs": graphs,
-        "warnings": messages,
-    }
-
-
-@contextmanager
-def _logged(name: str, into: list[str]) -> Iterator[None]:
-    """Collect the warnings of a logger and of those below it."""
-
-    class Listening(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            into.append(record.getMessage())
-
-    handler = Listening(logging.WARNING)
-    logging.getLogger(name).addHandler(handler)
-    try:
-        yield
-    finally:
-        logging.getLogger(name).removeHandler(handler)
+    return {"error": max(_apart(eager, other) for other in others), "graphs": graphs, "warnings": messages}
 
 
 def trained_after_inference(me: Rank, name: str, transport: str) -> float:
@@ -143,8 +129,7 @@ def second_derivatives(me: Rank, names: list[str]) -> list[list[Any]]:
     found = []
     for name in names:
         fn = attention.make(name, kernel="math")
-        torch.manual_seed(0)
-        qkv = [fn.shard(torch.randn(1, 8 * me.world, 4, 8)).requires_grad_() for _ in range(3)]
+        qkv = _shards(me, fn)
         first = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv)
         again = torch.autograd.grad(fn(*qkv, causal=True).square().sum(), qkv, create_graph=True)
         refusals = [_refusal(sum(x.square().sum() for x in again), x) for x in qkv]  # type: ignore[arg-type]
@@ -168,32 +153,21 @@ def _refusal(loss: torch.Tensor, x: torch.Tensor) -> str:
 def copied(me: Rank, transport: str) -> dict[str, Any]:
     """The differences of the outputs of copies made before and after a function's first call, whether a deep copy keeps
     the group, and the refusal to pickle a function over a given group."""
-    torch.manual_seed(0)
-    whole = [torch.randn(1, 16, 4, 8) for _ in range(3)]
-    group = dist.new_group(list(range(me.world)))
-    errors, refusal = [], ""
-    for given in (None, group):
-        fn = attention.make("ring", group=given, transport=transport)
+    errors, refusal, group = [], "", dist.new_group(list(range(me.world)))
+    for own in (None, group):
         layer = torch.nn.Module()
-        layer.fn = fn  # type: ignore[assignment]
-        qkv = [fn.shard(x).requires_grad_() for x in whole]
+        layer.fn = fn = attention.make("ring", group=own, transport=transport)  # type: ignore[assignment]
+        qkv = _shards(me, fn)
         others = [copy.deepcopy(layer).fn]
         expected = fn(*qkv, causal=True)
         others.append(copy.deepcopy(layer).fn)
-        same_group = all(other.group is given for other in others)
-        if given is None:
+        same_group = all(other.group is own for other in others)
+        try:
             others.append(pickle.loads(pickle.dumps(layer)).fn)
-        else:
-            try:
-                pickle.dumps(layer)
-            except pickle.PicklingError as error:
-                refusal = str(error)
+        except pickle.PicklingError as error:
+            refusal = str(error)
         for other in others:
-            found = other(*qkv, causal=True)
-            torch.autograd.grad(found, qkv, torch.ones_like(found))
-            errors.append(float((found - expected).abs().max()))
-    return {
-        "errors": [max(x) for x in zip(*me.gather(errors), strict=True)],
-        "same_group": same_group,
-        "refusal": refusal,
-    }
+            out = other(*qkv, causal=True)
+            torch.autograd.grad(out, qkv, torch.ones_like(out))
+            errors.append(_apart([out], [expected]))
+    return {"errors": errors, "same_group": same_group, "refusal": refusal}

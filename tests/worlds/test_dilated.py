@@ -15,12 +15,6 @@ from tests.support.dilated import pairs_of_head, seen
 SEGMENTS, RATES = [8, 16, 32], [1, 2, 4]
 WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
 EXACT = 1e-13
-LIMITS = {
-    "fp64": 1e-11,
-    "fp32": 1e-5,
-    "fp16": 1e-2,
-    "bf16": 5e-2,
-}  # of random calls; some five times the largest error seen
 NAMES = ["dilated", "dilated_improved"]
 
 
@@ -40,40 +34,36 @@ def assert_right(cases, found, limit=EXACT):
 def test_dilated_is_its_definition_forward_and_backward(name, way):
     cases = [case(name, way, heads=(8, 2), sinks=way[1] == "joint", softcap=2.0, dims=(8, 4))]
     cases += [case(name, way, heads=(6, 2), tokens=23, batch=2, causal=False)]  # the last segment is shorter
-    cases += [case(name, way, heads=(3, 3), tokens=2)]
     cases += [case(name, way, segments=[12, 12], rates=[3, 4], tokens=48, heads=(8, 4))]  # no pair has all tokens
-    cases += [case(name, way, cu_seqlens=[0, 16, 24, 60, 64], tokens=64, heads=(4, 2))]
+    cases += [case(name, way, cu_seqlens=[0, 16, 24, 60, 64])]
     cases += [case(name, way, pattern_cache=False, memory_pool=True)]
     assert_right(cases, dilated.compare(None, cases))
-    for dtype, limit in (("fp32", 3e-6), ("bf16", 2e-2)):
-        fast = [case(name, way, kernel="auto", dtype=dtype, tokens=72, batch=2, memory_pool=True)]
-        assert_right(fast, dilated.compare(None, fast), limit)
+    fast = [case(name, way, kernel="auto", dtype="fp32", tokens=72, batch=2, memory_pool=True)]
+    assert_right(fast, dilated.compare(None, fast), 3e-6)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_ring_dilated_is_its_definition_in_worlds(in_world, world):
-    cases = [case("ring_dilated", way, tokens=64, segments=[8, 64], rates=[2, 4], heads=(6, 2)) for way in WAYS]
+    cases = [case("ring_dilated", way, segments=[8, 64], rates=[2, 4], heads=(6, 2)) for way in WAYS]
     cases += [case("ring_dilated", way, tokens=59, causal=False) for way in WAYS[:2]]  # padded, within ranks and across
     cases += [case("ring_dilated", cu_seqlens=[0, 16, 24, 44, 64], heads=(8, 2), sinks=True, softcap=3.0, dims=(8, 4))]
     cases += [case(name) for name in NAMES]
     assert_right(cases, in_world(dilated.compare, world, cases=cases))
 
 
-@pytest.mark.parametrize("transport", ["gloo", "symm"])
-def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence(in_world, transport):
+@pytest.mark.parametrize(("transport", "tokens"), [("gloo", 48), ("symm", 192)])
+def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence(in_world, transport, tokens):
     options = {"segments": [16, 64], "rates": [1, 4], "mixing": "longnet"}
-    sizes = [96, 384]  # shards of 24 and 96 tokens: segments of 64 are shared by ranks
-    found = in_world(dilated.received, 4, options=options, sizes=sizes, transport=transport)
     most = 2 * 2 * (16 + 64) * 4 * 8 * 4  # keys and values and their gradients, fp32
-    for tokens, by_rank in zip(sizes, found, strict=True):
-        problem = MIXTURES["ring_dilated"].problem((0, tokens), 4, CAUSAL, options)
-        variant, shapes, pulls = MIXTURES["ring_dilated"], Shapes(1, 4, 4, 8, 4), transport == "symm"
-        for rank, counted in enumerate(by_rank):
-            passes = dry_run(variant, problem, shapes, options, rank=rank, pulls=pulls, backward=True)
-            for what in ("kv", "dkv"):
-                assert counted.get(what, 0) == sum(x.received.get(what, 0) for x in passes), (tokens, rank)
-            assert sum(counted.values()) <= most
-    assert sum(found[0][1].values()) > 0
+    variant, shapes = MIXTURES["ring_dilated"], Shapes(1, 4, 4, 8, 4)
+    problem = variant.problem((0, tokens), 2, CAUSAL, options)
+    by_rank = in_world(dilated.received, 2, options=options, tokens=tokens, transport=transport)
+    for rank, counted in enumerate(by_rank):
+        passes = dry_run(variant, problem, shapes, options, rank=rank, pulls=transport == "symm", backward=True)
+        for what in ("kv", "dkv"):
+            assert counted.get(what, 0) == sum(x.received.get(what, 0) for x in passes), rank
+        assert sum(counted.values()) <= most
+    assert tokens > 64 or sum(by_rank[1].values()) > 0  # a segment of 64 is shared by ranks
 
 
 @pytest.mark.parametrize("mixing, mask", [("head_groups", CAUSAL), ("longnet", FULL)])
@@ -98,7 +88,6 @@ def test_pairs_and_flops_are_those_of_the_definition(mixing, mask):
     "tokens, options, pairs",
     [
         (20, {"segments": [8, 32], "rates": [1, 2]}, "((8, 1), (20, 2))"),
-        (4096, {}, "((1024, 1), (2048, 2), (4096, 4))"),
         (65536, {}, "((2048, 1), (4096, 2), (8192, 4), (65536, 8))"),
     ],
 )
@@ -116,7 +105,6 @@ OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
         ({"rates": [1, 16], "segments": [8, 8]}, {}, "segments=(8, 8): 8 is no multiple of its rate 16; 16 would work"),
         ({"segments": [], "rates": []}, {}, "segments=(), rates=(): give lists of one length, or neither"),
         ({"segments": 8}, {}, "segments=8: must be a list of whole numbers; give for instance segments=[100,900,24]"),
-        ({"memory_pool": 1}, {}, "memory_pool=1: known are False, True"),
         ({"mixing": "sum"}, {}, "mixing=sum: known are head_groups, longnet"),
         ({"weights": "detached"}, {}, "weights=detached: mixing=head_groups has no weights; use mixing=longnet, or weights=joint"),
         ({}, {"heads": 1}, "heads=1: mixing=head_groups gives each of 2 segment lengths a group of heads; use at least 2 heads, or mixing=longnet"),
@@ -127,7 +115,7 @@ OPTIONS = {"segments": [8, 16], "rates": [1, 2]}
          "sinks: with weights=detached they have no gradient of their own; use weights=joint"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("name", ["dilated", "ring_dilated"])
+@pytest.mark.parametrize("name", ["ring_dilated"])
 def test_what_cannot_be_is_refused_in_a_line(name, given, call, message):
     call = dict(call)
     heads = call.pop("heads", 4)

@@ -53,3 +53,11 @@ def test_training_on_ever_new_packed_batches_holds_no_more_memory(in_world):
     """Each would otherwise add some KB to what is kept of problems: 5 to 8 MiB from the 100th to the 300th."""
     early, _, late = in_world(memory.resident, 2, name="balanced", packs=300)
     assert late - early < 5  # the allocator keeps some
+
+
+def test_memory_of_a_call_under_a_mask_grows_linearly(in_world):
+    """Forward and backward, on every rank: no tensor has an element for each pair."""
+    sizes = (2048, 8192)
+    for what, by_rank in in_world(memory.under_masks, 2, names=["balanced", "ring_allgather"], sizes=sizes).items():
+        for short, long in by_rank:  # layouts made for a mask differ
+            assert long / sizes[1] <= 1.25 * short / sizes[0] and long < sizes[1] ** 2, (what, short, long)

@@ -38,15 +38,6 @@ def test_a_packages_error_stays_near_that_of_one_local_call(in_world, name):
                 assert theirs < 2 * local, found
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("rotate", ("allgather", "alltoall"))
-def test_pytorchs_context_parallel_matches_fp64_but_for_its_cuda_kernel(in_world, rotate):
-    base = {"tokens": 48, "heads": 8, "kv_heads": 2, "head_dim": 16, "causal": True}
-    chosen = [base, base | {"causal": False}, base | {"kv_heads": 8}, base]
-    for found in in_world(jobs.compare_torch_cp, 2, options={"rotate": rotate}, cases=chosen):
-        assert max(found["errors"]) < 1e-5, found
-
-
 def test_a_backward_is_served_by_the_kernel_of_its_forward_and_lengths_are_read_once(in_world):
     for name in INSTALLED:
         assert in_world(jobs.kernels_seen, 2, name=name) == [["sdpa_flash"], ["math"], ["math"], ["sdpa_flash"]], name
