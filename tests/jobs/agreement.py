@@ -50,54 +50,21 @@ def _message(fn: Any, inputs: list[Tensor], call: dict[str, Any]) -> str:
     return "none"
 
 
-def disagree(me: Rank, cases: list[Any]) -> list[list[list[str]]]:
-    """For each case (base, other), the messages of ranks of which the last has `other` in place of `base`, and those of an
-    equal call after it. base, other: arguments of `make`, of the tensors and of the call; a mask is a band's bounds."""
-    messages = []
-    for base, other in cases:
-        odd = other if me.rank == me.world - 1 else {}
-        how = {part: base.get(part, {}) | odd.get(part, {}) for part in ("make", "x", "call")}
-        if "mask" in how["call"]:
-            how["call"]["mask"] = Banded(Band(*how["call"]["mask"]))
-        first = _message(_function(**how["make"]), _inputs(**how["x"]), how["call"])
-        messages.append([me.gather(first), me.gather(_message(_function(), _inputs(), {}))])
-    return messages
-
-
-def skip(me: Rank, how: str) -> list[Any]:
-    """(message, seconds until it) by rank, where rank 1 makes no plan while the others do. how: "skipped", it makes no
-    call; "reused", it repeats an earlier call; "off", it has agreement=False."""
-    late = me.rank == 1
-    fn = _function(group=_group(me), agreement=False if late and how == "off" else 1.5)
-    if how == "reused":
-        fn(*_inputs())
-    start, message = time.perf_counter(), "none"
-    if not late:
-        message = _message(fn, _inputs(head_dim=32), {})
-    elif how == "reused":
-        fn.plan(*_inputs())  # without communication, which would wait for the others
-    return me.gather((message, time.perf_counter() - start))
-
-
-def late(me: Rank) -> list[tuple[str, str]]:
-    """(Message of the first call, of the second) by rank. Rank 0 makes its first call when the others have given up, and
-    they make their second when rank 0 has given up."""
-    fn = _function(agreement=1.5)
-    if me.rank == 0:
-        me.barrier()
-    first = _message(fn, _inputs(), {})
-    if me.rank != 0:
-        me.barrier()
-    me.barrier()
-    return me.gather((first, _message(_function(), _inputs(), {})))
-
-
-def refused_by(me: Rank, ranks: list[int]) -> list[Any]:
-    """The messages of two calls by rank. These ranks refuse the first, each for its own reason."""
-    fn = _function()
-    q, k, v = _inputs()
-    first = [q, k, torch.cat([v] * (me.rank + 2), 2)] if me.rank in ranks else [q, k, v]
-    return me.gather((_message(fn, first, {}), _message(fn, _inputs(), {})))
+def messages(me: Rank, by_rank: list[list[Any]], apart: bool = False) -> list[list[tuple[str, float]]]:
+    """By rank, the message of each of its calls and the seconds until it. A call: arguments of `make`, of the tensors and of the
+    call, in which a mask is a band's bounds; or None, at which the ranks wait for each other. apart: in a group of
+    their own."""
+    said, group = [], _group(me) if apart else None
+    for call in by_rank[me.rank]:
+        if call is None:
+            me.barrier()
+            continue
+        how, start = dict(call.get("call", {})), time.perf_counter()
+        if "mask" in how:
+            how["mask"] = Banded(Band(*how["mask"]))
+        message = _message(_function(group=group, **call.get("make", {})), _inputs(**call.get("x", {})), how)
+        said.append((message, time.perf_counter() - start))
+    return me.gather(said)
 
 
 def refuses_its_pattern(me: Rank) -> list[Any]:

@@ -11,7 +11,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import attention
 from attention import masks
@@ -94,47 +93,11 @@ def _compare(me: Rank, case: dict[str, Any]) -> dict[str, float]:
     return {name: max(errors[name] for errors in me.gather(errors)) for name in errors}
 
 
-def under_fsdp(me: Rank, shape: list[int], recompute: bool) -> dict[str, float]:
-    """`fully_shard` over a mesh of data and context parallel ranks, each data-parallel row with a batch of its own. The
-    errors of loss, gradients and of the parameters after a step of AdamW, against one process with both batches."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", tuple(shape), mesh_dim_names=("dp", "cp"))
-    config = config_of({"layers": 2})
-    attend = attention.make("zigzag", group=mesh["cp"].get_group())
-    model = model_of(config, attend, recompute=recompute)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for module in (model, *model.layers):
-        module.set_gradient_divide_factor(1.0)  # the loss is divided already
-    ids, *_ = text(config)
-    assert ids is not None
-    rows = ids.chunk(shape[0])
-    counted = len(ids) * (TOKENS - 1)
-    batch = shard(attend, rows[mesh["dp"].get_local_rank()], counted=counted)
-    loss = batch.loss(model(batch))
-    loss.backward()
-    loss = loss.detach()
-    dist.all_reduce(loss)
-    exact = model_of(config, Exact())
-    whole = shard(exact.attend, ids)
-    expected = whole.loss(exact(whole))
-    expected.backward()
-    errors = {"loss": _error(loss, expected)}
-    errors |= {f"{name}.grad": _error(p.grad, q.grad) for (name, p), q in _pairs(model, exact)}
-    for each in (model, exact):
-        torch.optim.AdamW(each.parameters(), lr=0.01, eps=1e-4).step()
-    return errors | {name: _error(p, q) for (name, p), q in _pairs(model, exact)}
-
-
 def _pairs(model: nn.Module, exact: nn.Module) -> Any:
     return zip(model.named_parameters(), exact.parameters(), strict=True)
 
 
 def _error(x: Any, expected: Any) -> float:
-    x = x.full_tensor() if isinstance(x, DTensor) else x
     return float(((x - expected).norm() / expected.norm()).detach())
 
 

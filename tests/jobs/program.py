@@ -37,8 +37,8 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
     dtype = experiment["workload"]["dtype"]
     with mock.patch.dict(os.environ, XDG_CACHE_HOME=cache), mock.patch.object(ceilings, "_known", {}):
         true = ceilings.ceilings(me, dtype)
-        path = next(environment.cache_folder().glob("ceilings-*.json"))
         me.barrier()
+        (path,) = environment.cache_folder().glob("ceilings-*.json")
         if me.rank == 0:
             kept = json.loads(path.read_text())
             path.write_text(json.dumps(kept | {name: kept[name] / 1000 for name in ceilings.RATES}))

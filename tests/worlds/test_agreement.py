@@ -32,35 +32,52 @@ FIELDS = {
 }  # fmt: skip
 
 
+SOON = {"make": {"agreement": 1.5}}
+
+
 def test_every_rank_names_the_field_its_values_and_their_ranks(in_world):
-    found = in_world(agreement.disagree, 2, cases=[(base, other) for base, other, _ in FIELDS.values()])
-    for (first, then), (*_, wanted) in zip(found, FIELDS.values(), strict=True):
-        assert first[0] == first[1] and first[0].startswith("Disagreement: "), first
-        assert wanted in first[0] and "Give the same on all ranks" in first[0]
-        assert then == ["none"] * 2  # the group can be used after it
+    changed = [
+        {part: base.get(part, {}) | other.get(part, {}) for part in ("make", "x", "call")}
+        for base, other, _ in FIELDS.values()
+    ]
+    same = [base for base, *_ in FIELDS.values()]
+    by_rank = [[call for first in calls for call in (first, {})] for calls in (same, changed)]
+    for field, (first, _), (second, _) in zip(
+        *fields_and(in_world(agreement.messages, 2, by_rank=by_rank)), strict=True
+    ):
+        if field is None:
+            assert first == second == "none"  # the group can be used after it
+            continue
+        assert first == second and first.startswith("Disagreement: "), first
+        assert FIELDS[field][2] in first and "Give the same on all ranks" in first
 
 
-@pytest.mark.parametrize("how", ["skipped", "reused", "off"])
-def test_a_rank_that_makes_no_plan_is_named_within_the_timeout(in_world, how):
-    message, seconds = in_world(agreement.skip, 3, how=how)[2]
+def fields_and(by_rank):
+    return [x for field in FIELDS for x in (field, None)], *by_rank
+
+
+def test_a_rank_that_makes_no_plan_is_named_within_the_timeout(in_world):
+    call = SOON | {"x": {"head_dim": 32}}
+    *_, ((message, seconds),) = in_world(agreement.messages, 3, by_rank=[[call], [], [call]], apart=True)
     assert "rank 1 did not make this plan within 1.5 s" in message and "agreement=SECONDS" in message
     assert "Asked for by ranks 0, 2: variant ring" in message and "head_dim 32" in message
     assert 1.4 < seconds < 20
 
 
 def test_a_rank_that_comes_too_late_is_told_and_later_calls_agree(in_world):
-    for late, then in in_world(agreement.late, 2):
+    by_rank = [[None, SOON, None, {}], [SOON, None, None, {}]]
+    for (late, _), (then, _) in in_world(agreement.messages, 2, by_rank=by_rank):
         assert "rank 0 did not make this plan within 1.5 s" in late
         assert then == "none", then
 
 
-def test_a_call_that_some_ranks_refuse_ends_on_all_ranks_with_a_reason(in_world):
-    first, then = zip(*in_world(agreement.refused_by, 3, ranks=[1, 2]), strict=True)
-    assert "rank 1 raised an error in call " in first[0] and first[1].partition(": ")[2] in first[0]
-    assert not any("raised an error" in message for message in first[1:])  # their own errors
-    assert then == ("none",) * 3
-    everyone, _ = zip(*in_world(agreement.refused_by, 2, ranks=[0, 1]), strict=True)
-    assert not any("rank" in message for message in everyone)  # no disagreement
+@pytest.mark.parametrize("refusing", [[1, 2], [0, 1, 2]])
+def test_a_call_that_some_ranks_refuse_ends_on_all_ranks_with_a_reason(in_world, refusing):
+    by_rank = [[{"call": {"window": (-2 - rank, 0)} if rank in refusing else {}}, {}] for rank in range(3)]
+    first, then = zip(*in_world(agreement.messages, 3, by_rank=by_rank), strict=True)
+    assert not any("rank" in first[rank][0] for rank in refusing)  # their own errors, and no disagreement
+    assert 0 in refusing or ("rank 1 raised an error in call " in first[0][0] and "window=(-3, 0)" in first[0][0])
+    assert [message for message, _ in then] == ["none"] * 3
 
 
 @pytest.mark.parametrize(("bad", "transport"), [(0, "gloo"), (1, "symm")])

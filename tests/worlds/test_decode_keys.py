@@ -36,14 +36,6 @@ def test_a_ring_brings_the_keys_that_some_element_sees():
     assert [each["kv"] // (3 * KV) for each in received] == [4, 16, 20, 20]
 
 
-def test_random_lengths_follow_the_seed():
-    drawn = [
-        resolved("attention=tree", *SIZES, "kv_lengths=random", f"seed={seed}").workload.kv_lengths
-        for seed in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2] and all(1 <= n <= 64 for n in drawn[0])
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [

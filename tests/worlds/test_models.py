@@ -30,12 +30,6 @@ def test_loss_and_gradients_are_those_of_a_world_of_one(in_world):
         assert max(errors.values()) < 1e-11, (case, errors)
 
 
-@pytest.mark.nightly
-def test_trains_under_fsdp_over_data_and_context_ranks(in_world):
-    errors = in_world(models.under_fsdp, 4, shape=[2, 2], recompute=True)
-    assert max(errors.values()) < 1e-9, errors
-
-
 @pytest.mark.parametrize(
     ("name", "encoder_layers", "source", "words"),
     [
