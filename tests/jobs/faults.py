@@ -62,19 +62,6 @@ def stop(me: Rank, rank: int) -> None:
     me.barrier()
 
 
-def hold_a_named_semaphore(me: Rank) -> list[str]:
-    """The semaphore's file, by rank. If the rank is killed, only multiprocessing's resource tracker removes the
-    file."""
-    import multiprocessing
-
-    semaphore = multiprocessing.get_context("spawn").Semaphore()
-    _held.append(semaphore)
-    return me.gather(f"/dev/shm/sem.{semaphore._semlock.name[1:]}")
-
-
-_held: list[Any] = []
-
-
 def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = None, late_s: float = 0.0) -> None:
     """One rank sleeps while the others wait for it. stack_after_s: the delay before it writes its stack, as on a busy
     machine. late_s: the delay before it announces its phase."""

@@ -17,11 +17,11 @@ from attention import masks
 from runner import app
 from runner.config.values import UnsupportedHere
 from runner.measure import kernels
-from runner.output import results, summary
+from runner.output import summary
 from runner.output.run_tables import read_table
 from tests.support.composing import resolved
 from tests.support.paths import RESULTS
-from tests.support.recorded import unnamed
+from tests.support.recorded import FIELDS, unnamed
 
 TINY = ["config=tiny", "seq_len=128", "batch=1", "hardware=cpu", "timing.timing_runs=3", "timing.settle_ms=0"]
 QUICK = [*TINY, "phases=false", "baseline=none", "world_size=2"]
@@ -62,7 +62,7 @@ def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, caps
 def test_a_run_is_checked_timed_and_recorded(here):
     result = runner.run([*TINY, "world_size=2"])
     value = result.plain()
-    assert set(value) == set(results.FIELDS) and not set(unnamed(value))
+    assert set(value) == {*FIELDS, "schema_version"} and not set(unnamed(value))
     assert set(value["correctness"]["tensors"]) == {"out", "dq", "dk", "dv"}
     assert set(value["timing"]["passes"]) == {"forward", "backward", "total"}
     assert value["baseline"]["speedup"]["total"] > 0 and value["memory"]["by_rank"][1]["peak_resident"] > 0

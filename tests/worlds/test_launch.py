@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch import agent, processes
 from runner.launch.files import Part, WorldFiles, WorldSpec
 from runner.launch.ownership import BOOT_ID, remove_abandoned
 from runner.launch.pool import Pool
@@ -181,25 +180,6 @@ def test_a_stack_says_whether_its_rank_waits_for_others(tmp_path, frames, waits)
     lines = ["said before", "Current thread 0x1 (most recent call first):", *(f"  File {frame}" for frame in frames)]
     (tmp_path / "rank0.log").write_text("\n".join(lines))
     assert WorldFiles(tmp_path, range(1)).in_exchange(0) is waits
-
-
-@pytest.mark.nightly
-def test_a_world_that_was_killed_leaves_no_shared_memory(monkeypatch):
-    """Even where the tracker that unlinks it started only after the processes to kill were listed."""
-    listed = []
-
-    def first_without_trackers(leader):
-        group = processes.process_group(leader)
-        listed.append(leader)
-        return group if len(listed) > 1 else [pid for pid in group if not processes.is_tracker(pid)]
-
-    monkeypatch.setattr(agent, "process_group", first_without_trackers)
-    world = World(TWO)
-    shared = world.call(faults.hold_a_named_semaphore, {}).result
-    assert len(shared) == 2 and all(Path(path).exists() for path in shared)
-    assert world.call(faults.sleep_on, {"rank": 1, "seconds": 60}, timeout_s=1.0).status == "timeout"
-    world.close()
-    assert not [path for path in shared if Path(path).exists()]
 
 
 def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one_and_fresh_replaces_a_world():

@@ -8,9 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import attention
-from runner import catalog
 from runner.measure import metrics
-from runner.output import display
 from runner.peers import PEERS, torch_cp
 from tests.conftest import ROOT
 from tests.jobs import peers as jobs
@@ -71,14 +69,6 @@ def test_a_package_that_is_not_installed_is_refused_with_the_pip_line(monkeypatc
             else f"{name} needs CUDA GPUs: {package.source} has no CPU path"
         )
         assert not package.needs or "pip install" in reason
-
-
-def test_the_catalog_says_whether_a_package_works_here(monkeypatch):
-    monkeypatch.setattr(display.out, "width", 1000)
-    with display.out.capture() as shown:
-        catalog.LISTS["attention"].show()
-    lines = {line.split()[0]: line for line in shown.get().splitlines() if line.split()}
-    assert all((PEERS[name].missing("cpu") or "yes") in lines[name] for name in PEERS)
 
 
 def test_refusals_name_the_rule_and_the_way_out(in_world):
