@@ -14,7 +14,8 @@ from torch import Tensor
 from attention.executors import executor
 from attention.geometry.intervals import joined, length
 from attention.geometry.layouts import CuSeqlens, ceiled, sizes_of
-from attention.geometry.schedules import SEQUENCE, Block, Problem, Repeated, Step, Subproblem, steps
+from attention.geometry.schedules import Problem, Subproblem, steps
+from attention.geometry.steps import SEQUENCE, Block, Repeated, Step
 from attention.geometry.transfers import Route, step_routes
 from attention.gpu.uploads import held, uploaded
 from attention.kernels import Call, Kernel

@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from attention.geometry.layouts import ceiled
-from attention.geometry.schedules import Block, Problem, Schedule, Step, steps
+from attention.geometry.schedules import Problem, Schedule, steps
+from attention.geometry.steps import Block, Step
 from attention.masks.band import Intervals, tile
 
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from attention.geometry.cuts import Places
 from attention.geometry.intervals import by_number, side_by_side
-from attention.geometry.schedules import SEQUENCE, GatherSchedule, Problem, steps
+from attention.geometry.schedules import GatherSchedule, Problem, steps
+from attention.geometry.steps import SEQUENCE
 from attention.masks.band import Interval, Intervals
 
 

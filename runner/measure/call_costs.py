@@ -10,7 +10,8 @@ from typing import Any
 from attention import masks
 from attention.geometry import counts, decodes
 from attention.geometry.counts import Shapes
-from attention.geometry.schedules import Block, Problem, steps
+from attention.geometry.schedules import Problem, steps
+from attention.geometry.steps import Block
 from attention.masks.band import FULL
 from attention.variants.base import Variant
 from runner.config.experiment import Experiment

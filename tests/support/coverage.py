@@ -12,7 +12,8 @@ from attention import variants
 from attention.geometry import layouts
 from attention.geometry.cuts import Places
 from attention.geometry.layouts import Layout, Shard, positions
-from attention.geometry.schedules import SEQUENCE, Problem, Step, steps
+from attention.geometry.schedules import Problem, steps
+from attention.geometry.steps import SEQUENCE, Step
 from attention.geometry.transfers import Move, move
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
