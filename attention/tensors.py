@@ -25,9 +25,9 @@ def tokens(x: Tensor) -> int:
     return x.shape[-3]
 
 
-def empty_tokens(x: Tensor, n: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An uninitialised tensor for n tokens like those of x, by default in its dtype."""
-    return x.new_empty((*x.shape[:-3], n, *x.shape[-2:]), dtype=dtype)
+def empty_tokens(x: Tensor, n: int) -> Tensor:
+    """An uninitialised tensor for n tokens like those of x."""
+    return x.new_empty((*x.shape[:-3], n, *x.shape[-2:]))
 
 
 def empty_pair(pair: tuple[Tensor, Tensor], n: int) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,5 @@ import torch.fx.experimental.symbolic_shapes  # the first gradient imports it, a
 
 import runner.job
 import runner.launch.rank
-from runner.launch.processes import die_with_parent
 
 __all__ = ["runner", "torch"]
-
-die_with_parent()  # a server that is a new process, else the ranks that it forked would keep it

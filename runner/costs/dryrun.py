@@ -107,9 +107,25 @@ def dry_run(
     v, dout = tensor(held, shapes.kv_heads, shapes.v_head_dim), tensor(n, shapes.heads, shapes.v_head_dim)
     log = _Log((q, k, v, dout))
     transport = Transport() if problem.ranks == 1 else _Recording(log, problem.ranks, pulls)
-    plan = _plan(variant, problem, shapes, options, rank, packed, _Kernel(log, kernel), transport)
-    steps, log.times = _once(plan.steps, plan.rank)
-    plan = replace(plan, steps=steps)
+    place, head = divmod(rank, problem.ulysses)
+    like, parts = Call(shapes.head_dim**-0.5), problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
+    steps, log.times = _once(() if parts else plan_steps(problem, place, like, packed, META), place)
+    plan = Plan(
+        variant=variant,
+        problem=problem,
+        rank=place,
+        head=head,
+        heads=shapes.heads,
+        kv_heads=shapes.kv_heads,
+        scale=like.scale,
+        packed=packed,
+        kernel=_Kernel(log, kernel),
+        transport=transport,
+        options=options.resolved(False),
+        steps=steps,
+    )
+    of_parts = ((c, plan_steps(c.problem, place % c.problem.world, like, False, META)) for c in parts)
+    plan = replace(plan, parts=tuple((c, part_plan(plan, c, plan.kernel, steps)) for c, steps in of_parts))
     run = executor(variant.executor)
     recorder = profiling.Recorder(META)
     recorder.span = log.span  # type: ignore[assignment]
@@ -121,36 +137,6 @@ def dry_run(
             gradients = run.backward(dout, result[2], plan)  # noqa: F841  # held until the pass has ended
             passes.append(log.ended())
     return tuple(passes)
-
-
-def _plan(
-    variant: Variant[Any],
-    problem: Problem,
-    shapes: Shapes,
-    options: Options,
-    rank: int,
-    packed: bool,
-    kernel: Kernel,
-    transport: Transport,
-) -> Plan:
-    place, head = divmod(rank, problem.ulysses)
-    like, parts = Call(shapes.head_dim**-0.5), problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
-    plan = Plan(
-        variant=variant,
-        problem=problem,
-        rank=place,
-        head=head,
-        heads=shapes.heads,
-        kv_heads=shapes.kv_heads,
-        scale=like.scale,
-        packed=packed,
-        kernel=kernel,
-        transport=transport,
-        options=options.resolved(False),
-        steps=() if parts else plan_steps(problem, place, like, packed, META),
-    )
-    steps = (plan_steps(c.problem, place % c.problem.world, like, False, META) for c in parts)
-    return replace(plan, parts=tuple((c, part_plan(plan, c, kernel, x)) for c, x in zip(parts, steps, strict=True)))
 
 
 def _once(steps: Sequence[PlannedStep], rank: int) -> tuple[tuple[PlannedStep, ...], list[int]]:

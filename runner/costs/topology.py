@@ -44,45 +44,32 @@ class Topology:
         """Ranks of a full node."""
         return world if self.gpus is None else min(world, self.gpus)
 
-    def apart(self, a: int, b: int) -> bool:
-        """Whether two ranks are in different nodes."""
-        return self.gpus is not None and a // self.gpus != b // self.gpus
-
     def seconds(self, transfer: Transfer, rank: int, world: int, inside: Link) -> float:
         """Of a transfer to `rank`; what comes from its node and what comes from others arrive at the same time. inside: of this
         transfer's pattern within a node."""
-        nodes = self.nodes(world)
-        if nodes == 1:
-            return inside.seconds(transfer.bytes)
+        nodes, size = self.nodes(world), transfer.bytes
+        if self.gpus is None or nodes == 1:
+            return inside.seconds(size)
         if transfer.pattern in COLLECTIVE:
-            return self._through_all(inside, nodes).seconds(transfer.bytes)
-        far = [(remote, size) for remote, size in transfer.sources if self.apart(rank, remote)]
+            # each node's NICs together bring what its ranks pass on to each other, and a message visits every node
+            arriving = self.between.gb_s * (self.nics or self.gpus)
+            latency_us = nodes * (inside.latency_us + self.between.latency_us)
+            return Link(min(inside.gb_s, arriving), latency_us).seconds(size)
+        far = [part for remote, part in transfer.sources if remote // self.gpus != rank // self.gpus]
         if not far:
-            return inside.seconds(transfer.bytes)
-        size = sum(size for _, size in far)
-        link = self.shared(self._active(transfer, rank, world))
-        arriving = link.seconds(size) + (len(far) - 1) * self.message_us / 1e6
-        return max(inside.seconds(transfer.bytes - size), arriving)
-
-    def _active(self, transfer: Transfer, rank: int, world: int) -> int:
-        """GPUs of a node that receive from other nodes while `rank` does. In a ring all ranks receive from as far away, so that of
-        neighbours only those at the node's ends do."""
-        assert self.gpus is not None
-        if len(transfer.sources) > 1:
-            return self.gpus
-        distance = (rank - transfer.sources[0][0]) % world
-        return min(self.gpus, distance, world - distance)
+            return inside.seconds(size)
+        active = self.gpus  # of its node that receive from other nodes meanwhile
+        if len(transfer.sources) == 1:
+            # in a ring all ranks receive from as far away, so that of neighbours only those at the node's ends do
+            distance = (rank - transfer.sources[0][0]) % world
+            active = min(active, distance, world - distance)
+        messages_s = (len(far) - 1) * self.message_us / 1e6
+        return max(inside.seconds(size - sum(far)), self.shared(active).seconds(sum(far)) + messages_s)
 
     def shared(self, active: int) -> Link:
         """Between nodes, while so many GPUs of a node receive from others."""
         share = 1.0 if self.nics is None else min(1.0, self.nics / active)
         return Link(self.between.gb_s * share, self.between.latency_us)
-
-    def _through_all(self, inside: Link, nodes: int) -> Link:
-        """A collective's: each node's NICs together bring what its ranks pass on to each other, and a message visits every node."""
-        assert self.gpus is not None
-        arriving = self.between.gb_s * (self.nics or self.gpus)
-        return Link(min(inside.gb_s, arriving), nodes * (inside.latency_us + self.between.latency_us))
 
 
 ONE_NODE = Topology()

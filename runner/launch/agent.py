@@ -10,13 +10,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from runner.launch.files import Part, WorldFiles, WorldSpec, write
-from runner.launch.ownership import own_folder, remove_abandoned
 from runner.launch.processes import cores, is_tracker, process_group, search_path
 
+PREFIX = "attention-world-"  # of the name of a world's folder
 POLL_S = 0.02
 STOP_S = 3.0
 
@@ -25,8 +27,7 @@ class Agent:
     """A running agent. `close` ends it with its ranks and removes its folder."""
 
     def __init__(self, part: Part):
-        remove_abandoned()
-        self.folder, self._owned = own_folder()
+        self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self.files = WorldFiles(self.folder, range(part.spec.world_size))
         try:
             write(self.folder / "part.json", json.dumps(asdict(part)))  # not a command line, which every user can read
@@ -43,7 +44,7 @@ class Agent:
                     start_new_session=True,  # so that Ctrl-C reaches only this process
                 )
         except BaseException:  # Ctrl-C, too
-            self._remove_folder()
+            shutil.rmtree(self.folder)
             raise
 
     def tell(self, line: str) -> None:
@@ -63,7 +64,7 @@ class Agent:
                 self._wait()
             finally:
                 os.close(self._jobs)
-                self._remove_folder()
+                shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -80,10 +81,6 @@ class Agent:
             time.sleep(POLL_S)
         with contextlib.suppress(OSError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-    def _remove_folder(self) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._owned)
 
 
 def _environment(spec: WorldSpec) -> dict[str, str]:

@@ -132,14 +132,13 @@ class WorldFiles:
         `poll` takes in what other processes send."""
         before = sizes = self.log_sizes()
         self.request_stacks()
-        missing = {state["rank"] for state in self.states()}
-        deadline = time.monotonic() + STACKS_S
-        while missing and time.monotonic() < deadline:
+        ranks = [state["rank"] for state in self.states()]
+        deadline, written = time.monotonic() + STACKS_S, False
+        while not written and time.monotonic() < deadline:
             time.sleep(STACK_S)
             poll()
-            now = self.log_sizes()
-            missing -= {r for r in missing if now[r] == sizes[r] and _stack_in(self.lines(r, before[r])) is not None}
-            sizes = now
+            sizes, last = self.log_sizes(), sizes
+            written = sizes == last and all(_stack_in(self.lines(rank, before[rank])) is not None for rank in ranks)
 
     def stack(self, rank: int) -> list[str]:
         """Where a rank was when its stack was requested: innermost first, as faulthandler writes it."""

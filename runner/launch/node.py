@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import resource
+import shutil
 import signal
 import sys
 import time
@@ -20,27 +21,43 @@ from typing import Any
 from runner.launch.files import Part, write
 from runner.launch.processes import die_with_parent
 
+PARENT_ENDED = signal.SIGUSR2  # which nobody else sends
 PRELOAD = "runner.preload"  # by name: it imports what stands above this package
 
 
 def main(folder: Path) -> int:
-    """Fork this process's ranks and wait until they end; the exit status."""
-    die_with_parent()
-    if os.environ["ATTENTION_LAUNCHER"] != str(os.getppid()):
-        return 1  # the parent ended before die_with_parent took effect
+    """Fork this process's ranks and wait until they end; the exit status. If the parent ends first, end them and remove the
+    folder, which nobody else would."""
+    signal.signal(PARENT_ENDED, lambda *_: sys.exit(1))
+    ranks: dict[int, int] = {}
+    try:
+        die_with_parent(PARENT_ENDED)
+        if os.environ["ATTENTION_LAUNCHER"] != str(os.getppid()):
+            sys.exit(1)  # the parent ended before die_with_parent took effect
+        part = Part.of(json.loads((folder / "part.json").read_text()))
+        _fork(ranks, part, folder)
+        return _await(ranks, folder / f"failures-{part.process}.json")
+    except SystemExit:
+        for rank in ranks:
+            os.kill(rank, signal.SIGKILL)
+        for _ in ranks:
+            os.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        return 1
+
+
+def _fork(ranks: dict[int, int], part: Part, folder: Path) -> None:
+    """Fork the ranks of this process, by process id."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # ranks have connections to all others
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 1 << 16)), hard))
-    part = Part.of(json.loads((folder / "part.json").read_text()))
     importlib.import_module(PRELOAD)
     from runner.launch.rank import live
 
-    ranks = {}
     for rank in part.ranks:
         pid = os.fork()
         if pid == 0:
             live(part, rank, folder)
         ranks[pid] = rank
-    return _await(ranks, folder / f"failures-{part.process}.json")
 
 
 def _await(ranks: dict[int, int], path: Path) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.parents import Head
-from runner.launch.worlds import Job, Progress, World
+from runner.launch.worlds import Job, World
 
 
 class Pool:
@@ -23,35 +22,25 @@ class Pool:
     def get(self, spec: WorldSpec, fresh: bool = False) -> World:
         """A living world like `spec`, started if there is none."""
         world = self.worlds.pop(spec, None)
-        if world is not None and (fresh or not world.alive or world.ended() is not None):
-            world.close()
-            world = None
-        if world is None:
+        if world is None or fresh or not world.alive or world.ended() is not None:
+            if world is not None:
+                world.close()
             while len(self.worlds) >= self.limit:
                 self.worlds.pop(next(iter(self.worlds))).close()
             world = World(spec, self.head)
         self.worlds[spec] = world
         return world
 
-    def call(
-        self,
-        spec: WorldSpec,
-        job: Job,
-        arguments: dict[str, Any],
-        timeout_s: float = 300.0,
-        log: Path | None = None,
-        progress: Progress | None = None,
-        fresh: bool = False,
-    ) -> Outcome:
-        """`World.call` in a world like `spec`. Where that world had been lost before the job began, as when a rank died
-        between two jobs, the job is called again in a new one."""
+    def call(self, spec: WorldSpec, job: Job, arguments: dict[str, Any], *awaited: Any, fresh: bool = False) -> Outcome:
+        """`World.call` in a world like `spec`; awaited: its other arguments. Where that world had been lost before the job
+        began, as when a rank died between two jobs, the job is called again in a new one."""
         for again in (False, True):
             try:
                 world = self.get(spec, fresh and not again)
             except OSError as error:
                 where = f"TMPDIR={tempfile.gettempdir()} ({error.strerror})"
                 return Outcome("crash", f"no world could be started in {where}: free space there or set TMPDIR")
-            outcome = world.call(job, arguments, timeout_s, log, progress)
+            outcome = world.call(job, arguments, *awaited)
             if outcome.begun or world.jobs == 1:
                 break
         return outcome

@@ -24,21 +24,23 @@ def search_path() -> str:
     return os.pathsep.join([ROOT, *here, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
-def die_with_parent() -> None:
-    """Linux: this process gets SIGKILL when the one that started it ends, however it ends."""
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Linux: this process gets a signal when the one that started it ends, however it ends."""
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def _stat(pid: int) -> list[str]:
+    """A process's state, parent, group and more; empty where it is gone."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
 
 
 def process_group(leader: int) -> list[int]:
     """The living processes of a process group."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, group = process.read_text().rpartition(")")[2].split()[:3]
-            if int(group) == leader and state != "Z":
-                found.append(int(process.parent.name))
-    return found
+    stats = {pid: _stat(pid) for pid in map(int, filter(str.isdigit, os.listdir("/proc")))}
+    return [pid for pid, stat in stats.items() if stat and int(stat[2]) == leader and stat[0] != "Z"]
 
 
 def is_tracker(pid: int) -> bool:
@@ -49,6 +51,4 @@ def is_tracker(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    return False
+    return _stat(pid)[:1] == ["T"]

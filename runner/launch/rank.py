@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import json
 import os
+import re
 import resource
 import signal
 import time
@@ -25,7 +26,13 @@ from runner.launch.files import Part, write
 from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
+# the last one is oneDNN's
+OUT_OF_MEMORY = re.compile(
+    "can't allocate memory|out of memory|Cannot allocate memory|DefaultCPUAllocator|could not create a primitive"
+)
 SETTLE_S = 1.0  # delay of a rank that only noticed another rank's failure, so that the failed rank is reported first
+# what the exception of a rank says that only noticed another rank's failure
+REMOTE_RANK_GONE = re.compile("onnection|Broken pipe|closed by peer|gloo|NCCL|transport=symm: rank|Disagreement")
 PROVOKED_GIB = 0.3  # memory left to a CPU rank that launch.fault makes run out of memory
 
 
@@ -139,8 +146,12 @@ def _work(me: Rank) -> None:
     jobs = (me.folder / "jobs").open() if me.rank == 0 else None
     while True:
         message = None
-        if jobs is not None and jobs.readline() == "job\n":
-            message = json.loads((me.folder / "job.json").read_text())
+        if jobs is not None:
+            line = jobs.readline()
+            if not line:  # the program has ended, and the agent ends this rank
+                signal.pause()
+            if line == "job\n":
+                message = json.loads((me.folder / "job.json").read_text())
         message = me.agree(message)
         if message is None:
             return
@@ -174,16 +185,13 @@ def _give_up(me: Rank | None, error: BaseException) -> NoReturn:
     """End this rank. me: None before its world is complete."""
     try:
         out_of_memory = is_out_of_memory(error)
-        first_line = str(error).strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {first_line}"
-        if not out_of_memory and _remote_rank_gone(text):
+        text = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
+        if not out_of_memory and REMOTE_RANK_GONE.search(text):
             time.sleep(SETTLE_S)
         if me is not None and me.phase != "idle":  # in a job
             me.fault = None
-            me.say(
-                me.phase,
-                error={"kind": "oom" if out_of_memory else "raise", "message": text[:500], "time": time.monotonic()},
-            )
+            kind = "oom" if out_of_memory else "raise"
+            me.say(me.phase, error={"kind": kind, "message": text[:500], "time": time.monotonic()})
         traceback.print_exception(error)
     finally:  # on a full disk neither state nor log can be written
         os._exit(1)
@@ -192,56 +200,36 @@ def _give_up(me: Rank | None, error: BaseException) -> NoReturn:
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    onednn = "could not create a primitive"
-    signs = ("can't allocate memory", "out of memory", "Cannot allocate memory", "DefaultCPUAllocator", onednn)
-    return isinstance(error, (RuntimeError, OSError)) and any(sign in str(error) for sign in signs)
-
-
-def _remote_rank_gone(text: str) -> bool:
-    signs = (
-        "onnection",
-        "Broken pipe",
-        "closed by peer",
-        "gloo",
-        "NCCL",
-        "transport=symm: rank",
-        "Disagreement",
-    )
-    return any(sign in text for sign in signs)
+    return isinstance(error, (RuntimeError, OSError)) and OUT_OF_MEMORY.search(str(error)) is not None
 
 
 @contextlib.contextmanager
 def memory_limit(me: Rank, gigabytes: float | None) -> Iterator[None]:
     """Limit this rank's memory to `gigabytes` GiB: on a GPU in all, on a CPU in addition to what the process holds
     already."""
-    if gigabytes is None:
-        yield
-        return
-    if me.device.type == "cuda":
-        total = torch.cuda.get_device_properties(me.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 2**30 / total), me.device)
+    with contextlib.ExitStack() as limits:
+        if gigabytes is not None and me.device.type == "cuda":
+            total = torch.cuda.get_device_properties(me.device).total_memory
+            set_fraction = torch.cuda.set_per_process_memory_fraction
+            limits.callback(set_fraction, 1.0, me.device)
+            set_fraction(min(1.0, gigabytes * 2**30 / total), me.device)
+        elif gigabytes is not None:
+            held_kib = Path("/proc/self/status").read_text().partition("VmData:")[2].split()[0]
+            before = resource.getrlimit(resource.RLIMIT_DATA)
+            limits.callback(resource.setrlimit, resource.RLIMIT_DATA, before)
+            resource.setrlimit(resource.RLIMIT_DATA, (int(held_kib) * 1024 + int(gigabytes * 2**30), before[1]))
         try:
             yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, me.device)
-        return
-    held = int(next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmData")).split()[1])
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (held * 1024 + int(gigabytes * 2**30), before[1]))
-    try:
-        yield
-    except RuntimeError as error:
-        if "can't start new thread" in str(error):  # no memory for its stack
-            raise MemoryError(str(error)) from error
-        raise
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        except RuntimeError as error:
+            if "can't start new thread" in str(error):  # no memory for its stack
+                raise MemoryError(str(error)) from error
+            raise
 
 
 def _provoke(me: Rank, fault: str) -> None:
     """launch.fault: provokes a failure on this rank."""
     rank, phase, kind = fault.split(":")
-    if int(rank) != me.rank or phase != me.phase:
+    if (int(rank), phase) != (me.rank, me.phase):
         return
     me.fault = None
     if kind == "raise":

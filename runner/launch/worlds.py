@@ -55,7 +55,9 @@ class World:
         value (plain data), once all ranks have ended the job. `timeout_s`: how long a rank may be silent; at least ten times
         a phase's expected duration, where it has one. `log`: the file for the ranks' output of this job."""
         assert self.alive, "this world is gone"
-        target, offsets = job_name(job), self.files.log_sizes()
+        # the name by which each rank imports the job
+        target = job if isinstance(job, str) else f"{job.__module__}:{job.__qualname__}"
+        offsets = self.files.log_sizes()
         self.jobs += 1
         try:
             write(self.folder / "job.json", json.dumps({"job": self.jobs, "target": target, "arguments": arguments}))
@@ -112,12 +114,3 @@ class World:
                 self.head.stop(self.part)
         finally:
             self.agent.close()
-
-
-def job_name(job: Job) -> str:
-    """The name "module:function" by which each rank imports the job."""
-    if isinstance(job, str):
-        return job
-    if "<" in job.__qualname__:  # <lambda>, <locals>
-        raise ValueError(f"job={job.__qualname__}: ranks import a job by its name; make it a function of a module")
-    return f"{job.__module__}:{job.__qualname__}"

@@ -30,7 +30,7 @@ Cell = Callable[[Row], str]
 
 
 def _time(name: str) -> Cell:
-    return lambda row: f"{getattr(row, name) or 0:.4g}" if getattr(row, name) is not None else ""
+    return lambda row: "" if (ms := getattr(row, name)) is None else f"{ms:.4g}"
 
 
 # by title; a row without times has cells in those of `ALWAYS` alone

@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.config.experiment import PHASES
 from runner.config.rules.machine import FAULTS
-from runner.launch.ownership import PREFIX
+from runner.launch.agent import PREFIX
 from runner.output import reader
 from runner.output.record import Result
 from tests.torture import overrides, program
@@ -115,8 +115,6 @@ def stop(trial: Trial) -> list[str]:
         running.process.send_signal(number)
     ended = running.wait(60.0)
     results, wrong = trial.results()
-    if number == signal.SIGHUP:  # its world's folder is removed by the next program
-        program.start(trial.folder, ["-c", "from runner.launch import ownership as o; o.remove_abandoned()"]).wait()
     return ended.wrong(0, -number, 128 + number) + wrong + _not_ok(results)
 
 

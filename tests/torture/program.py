@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runner.launch.ownership import PREFIX
+from runner.launch.agent import PREFIX
 from runner.launch.processes import cores, is_tracker
 from tests.support.paths import ROOT
 

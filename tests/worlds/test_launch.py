@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from runner.launch.files import Part, WorldFiles, WorldSpec
-from runner.launch.ownership import BOOT_ID, remove_abandoned
 from runner.launch.pool import Pool
 from runner.launch.worlds import World
 from tests.jobs import faults
@@ -198,25 +197,8 @@ def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_o
     assert gone(after)
 
 
-@pytest.mark.parametrize("what", ["fifo", "linked world"])
-def test_what_others_put_into_the_folder_for_temporary_files_is_let_be(tmp_path, monkeypatch, what):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder, elsewhere = tmp_path / "attention-world-x", tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "owned").write_bytes(BOOT_ID.read_bytes())
-    if what == "linked world":
-        folder.symlink_to(elsewhere)
-    else:
-        folder.mkdir()
-        os.mkfifo(folder / "owned")
-    remove_abandoned()  # a pipe would hang it
-    assert folder.exists() and (elsewhere / "owned").exists()
-
-
-def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_path, monkeypatch):
-    # a folder for worlds of this test's own: any world that another worker starts would remove ours from the shared one
+def test_the_ranks_and_their_folder_end_with_the_program(tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)  # asked for anew
     code = (
         "import sys, time\nfrom runner.launch.files import WorldSpec\nfrom runner.launch.worlds import World\n"
         "w = World(WorldSpec(2, 'cpu'))\nprint(*w.call('tests.jobs.faults:pids', {}).result, w.agent.process.pid, w.folder, flush=True)\n"
@@ -225,21 +207,11 @@ def test_the_ranks_die_with_the_program_and_the_next_one_removes_its_folder(tmp_
     program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     *pids, folder = program.stdout.readline().split()
     assert Path(folder).parent == tmp_path
-    pids = [int(pid) for pid in pids]
-    assert all(map(lives, pids))
-    remove_abandoned()
-    assert Path(folder).exists()  # its program lives
+    assert all(map(lives, map(int, pids)))
     program.kill()
     program.wait()
-    assert gone(pids)
-    assert Path(folder).exists()
-    world = World(WorldSpec(1, "cpu"))
-    try:
-        assert not Path(folder).exists()
-        remove_abandoned()
-        assert world.folder.exists()
-    finally:
-        world.close()
+    assert gone([int(pid) for pid in pids])
+    assert not Path(folder).exists()
 
 
 def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
