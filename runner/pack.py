@@ -75,7 +75,8 @@ def pack(sweep: Path, target: Path) -> list[Result]:
             written[target / f"{kind}.parquet"] = pa.concat_tables(tables)
     for path, table in written.items():  # after all are made: an error leaves the packed sweep as it was
         _write(path, table)
-    _verify(runs, target)
+        if not read_parquet(path).equals(table):
+            raise ValueError(f"{path}: reads back otherwise than it was written; the runs' folders are kept")
     write_text(target / "summary.md", summary.markdown(summary.sweep_rows(target)))
     return runs
 
@@ -118,24 +119,6 @@ def _write(path: Path, table: pa.Table) -> None:
         words = [name for name in table.column_names if name not in (*numbers, "result")]
         how: dict[str, Any] = {"use_dictionary": words, "use_byte_stream_split": numbers, "write_statistics": False}
         pq.write_table(table, scratch, compression="zstd", compression_level=19, **how)
-
-
-def _verify(runs: Sequence[Result], target: Path) -> None:
-    """Raises ValueError where a packed result or table differs from the run's file."""
-    packed = reader.packed_results(target)
-    for run in runs:
-        if packed.get(run.name) != reader.stored(run):
-            raise ValueError(f"{run.folder}: packed into {target}, its result reads back otherwise")
-    for kind, name in TABLES.items():
-        path = target / f"{kind}.parquet"
-        all_runs = read_parquet(path) if path.exists() else None
-        for run in runs:
-            path = run.folder / name
-            table = read_table(path) if path.exists() else None
-            found = all_runs.filter(pc.field("run") == run.name).drop_columns(["run"]) if all_runs else None
-            # a table without rows is not packed
-            if not (table.equals(found) if table and found else not table and not found):
-                raise ValueError(f"{path}: packed into {target}, it reads back otherwise")
 
 
 def remove(sweep: Path, runs: Iterable[Result]) -> None:

@@ -80,10 +80,8 @@ def _options(result: Result) -> str:
 
 
 def _sequences(result: Result) -> str | None:
-    lengths = result.asked.seqlens
-    if isinstance(lengths, list) and result.asked.timing.new_packs:
-        return f"{len(lengths)} sequences, in a new order each time"
-    return _listed(lengths)
+    text = _listed(result.asked.seqlens)
+    return f"{text}, in a new order each time" if text and result.asked.timing.new_packs else text
 
 
 def _listed(value: Any) -> str | None:

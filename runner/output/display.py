@@ -154,10 +154,9 @@ def _mask(result: Result, metrics: fields.Metrics) -> Iterator[str]:
     if named is None or metrics.connections is None or metrics.sparsity_ratio is None or metrics.density is None:
         return
     flops = f"forward {flop(metrics.flops['forward'])} of {flop(metrics.dense_flops['forward'])}"
-    built = f"; built and cut in {metrics.mask_build_ms:.2f} ms" if metrics.mask_build_ms is not None else ""
     yield (
         f"mask {named.text}: {metrics.connections:,} connections, density {metrics.density:.2%}, {metrics.sparsity_ratio:.1%} "
-        f"fewer than dense; {flops}{built}"
+        f"fewer than dense; {flops}"
     )
 
 
@@ -304,9 +303,9 @@ def sweep_table(rows: list[dict[str, Any]]) -> None:
     """Print the rows of a sweep's summary: the columns in which they differ, and what was measured."""
     columns = [column for column in summary.shown(rows) if _is_shown(column, rows)]
     # never left out: the only time of a run without a backward, and the status of one that failed
-    needed = {"forward_ms"} if any(entry["status"] == "ok" and entry["total_ms"] is None for entry in rows) else set()
+    needed = {"status", *(["forward_ms"] if any(not entry["total_ms"] for entry in rows) else [])}
     fewest = sorted(
-        (column for column in columns if column.drop and column.key not in {"status"} | needed),
+        (column for column in columns if column.drop and column.key not in needed),
         key=lambda column: column.drop + SWEPT * (not column.measured and differ(rows, column)),
     )
     print_rows(

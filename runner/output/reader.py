@@ -64,16 +64,10 @@ def stored(run: Result) -> dict[str, Any]:
     path = run.folder / RESULT
     if path.exists():
         return json.loads(read_text(path))  # type: ignore[no-any-return]
-    return packed_results(run.folder.parent)[run.name]
-
-
-def packed_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The JSON of each run in a packed sweep, by the run's name. Raises ValueError for a file that is no packed
-    sweep."""
-    packed = _packed(folder / PACKED)
+    packed = _packed(run.folder.parent / PACKED)
     if isinstance(packed, UnreadableFile):
         raise ValueError(str(packed))
-    return {name: json.loads(text) for name, text in packed.items()}
+    return json.loads(packed[run.name])  # type: ignore[no-any-return]
 
 
 _reported: set[str] = set()

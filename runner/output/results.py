@@ -106,14 +106,12 @@ def read_samples(path: Path) -> list[dict[str, list[float]]]:
     """Read samples.parquet: by rank, the ms of each iteration by pass. Raises OSError, ValueError and KeyError."""
     from runner.output.run_tables import read_table
 
-    columns = read_table(path).to_pydict()
-    ranks = set(columns["rank"])
-    if ranks != set(range(len(ranks))):
-        raise ValueError(f"{path}: has samples of {len(ranks)} ranks, which are not the first {len(ranks)}")
-    found: list[dict[str, list[float]]] = [{} for _ in ranks]
-    for rank, which, ms in zip(columns["rank"], columns["pass"], columns["ms"], strict=True):
-        found[rank].setdefault(which, []).append(ms)  # rows are in the order of iterations
-    return found
+    samples: dict[int, dict[str, list[float]]] = {}
+    for row in read_table(path).to_pylist():  # in the order of iterations
+        samples.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
+    if samples.keys() != set(range(len(samples))):
+        raise ValueError(f"{path}: has samples of {len(samples)} ranks, which are not the first {len(samples)}")
+    return [samples[rank] for rank in range(len(samples))]
 
 
 def write_tables(folder: Path, measured: dict[str, Any]) -> dict[str, str]:

@@ -17,22 +17,14 @@ from runner.report.table import counted, fact
 COMPARED = (*WORKLOAD, "timing")  # the facts that runs of a case share
 MOST = 4  # sentences of a rule; if there are more, the last one counts the rest
 Case = list[Run]
-HALF = 0.5  # a share of the time above which something binds a run
-BOUNDS = (
-    "compute-bound: compute takes",
-    "communication-bound: compute waits for communication",
-    "bound by CPU launch overhead and gaps: these take",
-)
 
 
 def conclusions(runs: Sequence[Run], which: str = "total") -> dict[str, list[str]]:
-    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, what binds the runs,
-    how noisy the times are, and what failed."""
+    """The sentences on the runs of a sweep by what they are about, for the pass `which`: what is fastest, how noisy the times are, and what failed."""
     compared = cases(runs, which)
     failed = sum(run.status != "ok" for run in runs)
     rules = {
         "fastest": fastest(compared, labels(runs, without={"timing"}), which),
-        "bound by": bound(runs),
         "noise": noise(runs, labels(runs), which),
         "failures": [f"{failed} of {counted(len(runs), 'run')} failed or could not be done."] if failed else [],
     }
@@ -68,46 +60,16 @@ def fastest(compared: Sequence[Case], named: dict[Run, str], which: str) -> list
     return _cut(ahead, more[0]) + _cut(level, more[1])
 
 
-def shares(run: Run) -> list[float]:
-    """Of the recorded passes together: the share of compute, of exposed communication, and of the rest; empty where no pass
-    was recorded."""
-    recorded = [phases for phases in run.result.phases.values() if phases.total_ms > 0 and phases.compute_share > 0]
-    if not run.ok or not recorded:
-        return []
-    total = sum(phases.total_ms for phases in recorded)
-    compute = sum(phases.total_ms * phases.compute_share for phases in recorded) / total
-    wait = sum(phases.total_ms * phases.communication_share for phases in recorded) / total
-    return [compute, wait, max(0.0, 1 - compute - wait)]
-
-
-def bound(runs: Iterable[Run]) -> list[str]:
-    """Compute- or communication-bound, by the phases of the slowest rank."""
-    known = [parts for run in runs if (parts := shares(run))]
-    lines, rest = [], len(known)
-    for i, how in enumerate(BOUNDS):
-        if most := [parts[i] for parts in known if parts[i] > HALF]:
-            rest -= len(most)
-            lines.append(f"{_of_all(len(most), len(known))} {how} {_range(most, '.0%')} of the recorded time.")
-    if rest:
-        who = _of_all(rest, len(known))
-        lines.append(f"{who} without a single bottleneck: none takes more than half of the recorded time.")
-    return lines
-
-
 def noise(runs: Iterable[Run], named: dict[Run, str], which: str) -> list[str]:
     """How noisy the times are, and which run is worst."""
     timed = {run: times for run in runs if run.ok and (times := run.times(which)) and times.n > 1}
-    noisy = [run for run, times in timed.items() if times.noisy]
     lines = []
-    if noisy:
-        worst = max(noisy, key=lambda run: timed[run].iqr_over_median)
-        who, where = (
-            f"{len(noisy)} of {counted(len(timed), 'timed run')}",
-            f"S {fact(worst, 'seq_len')}, W {worst.world_size}",
-        )
+    if noisy := sum(times.noisy for times in timed.values()):
+        worst = max(timed, key=lambda run: timed[run].iqr_over_median)
         lines.append(
-            f"{who} {'is' if len(noisy) == 1 else 'are'} noisy: the interquartile range is above {NOISY_IQR:.0%} of the median, "
-            f"at most {timed[worst].iqr_over_median:.0%} in {named[worst]} ({where})."
+            f"{noisy} of {counted(len(timed), 'timed run')} {'is' if noisy == 1 else 'are'} noisy: the interquartile range is "
+            f"above {NOISY_IQR:.0%} of the median, at most {timed[worst].iqr_over_median:.0%} in {named[worst]} "
+            f"(S {fact(worst, 'seq_len')}, W {worst.world_size})."
         )
     elif timed:
         typical = median(times.iqr_over_median for times in timed.values())
@@ -142,8 +104,3 @@ def _listed(names: Sequence[str], most: int = 100) -> str:
 
 def _range(values: Sequence[float], format: str) -> str:
     return " to ".join(dict.fromkeys(f"{end:{format}}" for end in (min(values), max(values))))
-
-
-def _of_all(n: int, of: int) -> str:
-    runs = "run with phases" if of == 1 else "runs with phases"
-    return f"{'All' if n == of else f'{n} of'} {of} {runs} {'is' if n == 1 else 'are'}" if of > 1 else f"The {runs} is"

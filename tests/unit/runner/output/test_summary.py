@@ -118,7 +118,7 @@ SAME = ["kernel=auto", "output=a"]
     [
         ([["timing.timing_runs=6"], ["timing.timing_runs=8"]], "timing", ["warmup"] * 2, ["timing.timing_runs=6", "timing.timing_runs=8"]),
         ([[PACK, "timing.layers=1"], [PACK, "timing.layers=4"]], "timing", ["warmup", "warmup over 4 layers"], [None] * 2),
-        ([[PACK], [PACK, "timing.new_packs=true"]], "seqlens", ["64,64,128", "3 sequences, in a new order each time"], [None] * 2),
+        ([[PACK], [PACK, "timing.new_packs=true"]], "seqlens", ["64,64,128", "64,64,128, in a new order each time"], [None] * 2),
         # what auto took, and what a resumed sweep kept, neither hide nor add settings
         ([None, SAME, ["kernel=sdpa_flash", "resume=true"]], "kernel", ["sdpa_flash"] * 3, [None, "kernel=auto", "kernel=sdpa_flash"]),
     ],

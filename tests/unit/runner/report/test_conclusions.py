@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.report.conclusions import bound, conclusions, noise
+from runner.report.conclusions import conclusions, noise
 from runner.report.labels import labels
 from runner.report.runs import Run, read
 from tests.support.paths import RESULTS
@@ -23,13 +23,6 @@ def spreading(value: dict, share: float) -> dict:
     """The intervals of the medians reach so far to both sides."""
     for times in value["timing"]["passes"].values():
         times["ci95"] = [times["median"] * (1 - share), times["median"] * (1 + share)]
-    return value
-
-
-def phased(value: dict, compute: float, wait: float, ms: float = 10.0) -> dict:
-    about = {"compute_share": compute, "communication_share": wait, "other_ms": ms * (1 - compute - wait)}
-    phases = {"comp_block": {"share": compute}, "wait_kv": {"share": wait}, "comm_kv": {"share": 0.9}}
-    value["phases"] = {"forward": {"exposed_communication_ms": ms * wait, "total_ms": ms, "phases": phases, **about}}
     return value
 
 
@@ -77,18 +70,6 @@ def test_runs_of_several_commits_or_methods_are_not_compared(tmp_path, apart):
     if apart == "methods":
         values[1]["experiment"]["timing"]["method"] = "profiler"
     assert texts(runs(tmp_path, *values), "fastest") == []
-
-
-def test_what_binds_a_run_by_its_phases(tmp_path):
-    values = [phased(result(name, 2), *shares) for name, shares in {
-        "ring": (0.3, 0.6), "zigzag": (0.9, 0.05), "usp": (0.8, 0.1), "ulysses": (0.2, 0.1), "stripe": (0.4, 0.4)}.items()]  # fmt: skip
-    assert bound(runs(tmp_path, *values)) == [
-        "2 of 5 runs with phases are compute-bound: compute takes 80% to 90% of the recorded time.",
-        "1 of 5 runs with phases is communication-bound: compute waits for communication 60% of the recorded time.",
-        "1 of 5 runs with phases is bound by CPU launch overhead and gaps: these take 70% of the recorded time.",
-        "1 of 5 runs with phases is without a single bottleneck: none takes more than half of the recorded time.",
-    ]
-    assert bound(runs(tmp_path / "without", result("ring", 2))) == []
 
 
 def test_noise_names_the_worst_run(tmp_path):
