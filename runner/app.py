@@ -187,7 +187,7 @@ def _recorded(result: Result, number: int | None) -> Unfinished | None:
         results.write_result(result)
         if number is not None:
             _note_sweep(folder.parent)
-    if not more:
+    if not more and result.group("tracker").get("name") == "mlflow":
         from runner import tracker  # few runs need it
 
         if reason := tracker.track(result):

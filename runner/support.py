@@ -23,7 +23,8 @@ from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of
 from attention.variants.base import Variant
 from attention.variants.registry import MIXTURES, VARIANTS
-from runner.config.variants import MODULES, ONE_RANK
+from runner.config.experiment import MODULES
+from runner.config.rules.attention import ONE_RANK
 
 TOKENS, WORLD, HEADS, HEAD_DIM, VALUE_DIM = 1024, 4, 8, 128, 64
 LENGTHS = (256, 512, 256)

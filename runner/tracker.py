@@ -12,12 +12,9 @@ from runner.output.record import Result
 
 
 def track(result: Result) -> str | None:
-    """Send a result to the tracker of its configuration. Returns why that failed, in one line, or None."""
-    options = result.group("tracker")
-    if options.get("name") != "mlflow":  # none, or one for which the run was refused
-        return None
+    """Send a result to MLflow. Returns why that failed, in one line, or None."""
     try:
-        _log(Result.of(redacted(result.plain()), result.folder), options)
+        _log(Result.of(redacted(result.plain()), result.folder), result.group("tracker"))
         return None
     except ImportError as error:
         why = f"not installed ({error}); pip install -e '.[mlflow]'"

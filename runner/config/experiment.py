@@ -19,11 +19,12 @@ from attention.variants.base import Variant
 from attention.variants.registry import AUTO
 from runner.config import huggingface
 from runner.config.schema import Check, Dtype, Launch
-from runner.config.variants import BEST, MODULES
 from runner.models import Config, preset
 from runner.peers import Package, variant
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}  # bytes
+BEST = "best"  # of an option on the command line: the fastest of its choices
+MODULES = ("dilated_multihead",)  # measured with the projections and the LayerNorm around them
 NEW_PACKS = 1024  # different packed batches of a run with timing.new_packs; after the last comes the first again
 
 # where a run may be when a fault is provoked, in this order

@@ -12,8 +12,8 @@ from attention.errors import UnsupportedCall
 from attention.masks.band import FULL, Band
 from attention.variants.registry import AUTO, SHORTLIST
 from runner.config.experiment import Experiment
+from runner.config.rules.attention import setting_label, settings
 from runner.config.values import InvalidConfig, UnsupportedHere
-from runner.config.variants import setting_label, settings
 from runner.launch.rank import Rank
 from runner.measure import ceilings, memory, metrics
 from runner.measure.statistics import Fields

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from attention.variants.registry import variant
 from runner.config.experiment import Experiment
-from runner.config.variants import ON_ONE_DEVICE
+from runner.config.rules.attention import ON_ONE_DEVICE
 from runner.launch.rank import Rank
 from runner.measure.attention_work import AttentionWork, ModuleWork
 from runner.measure.model_work import ModelWork

@@ -11,10 +11,11 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
+from attention.errors import nearest
 from attention.geometry.layouts import CONTIGUOUS, Layout
 from attention.geometry.options import Options, check_sharing, check_stride, one_of, ulysses_group
 from attention.geometry.schedules import GATHER, RING, Schedule
-from attention.variants import stripe, zigzag
+from attention.variants import registry, stripe, zigzag
 from attention.variants.base import Chosen, Variant
 from attention.variants.llama3 import PACKED
 
@@ -167,3 +168,21 @@ PEERS: dict[str, Package[Any]] = {
         ),
     )
 }
+
+
+def everything() -> dict[str, Variant[Any]]:
+    """The library's variants and, after them, the peers."""
+    return registry.everything() | PEERS
+
+
+def variant(name: str) -> Variant[Any]:
+    """A variant or a peer. Raises ValueError for an unknown name, with the nearest ones."""
+    known = everything()
+    if name not in known:
+        raise ValueError(f"attention={name!r} is not a variant; {nearest(name, known)}")
+    return known[name]
+
+
+def missing(chosen: Variant[Any], device: str) -> str | None:
+    """Why a peer can't run on this machine's `device` ("cpu" or "cuda"), or None; the library's variants run everywhere."""
+    return chosen.missing(device) if isinstance(chosen, Package) else None

@@ -10,7 +10,7 @@ from attention.geometry import counts
 from attention.geometry.counts import Shapes
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.config.variants import ONE_RANK
+from runner.config.rules.attention import ONE_RANK
 from runner.costs.hardware import Machine, ceilings
 from runner.costs.model import Candidate, Duration, Task, estimate
 from runner.report.runs import Run

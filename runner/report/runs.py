@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from attention.masks.band import Band
-from runner.config.variants import BEST, setting_label
+from runner.config.experiment import BEST
+from runner.config.rules.attention import setting_label
 from runner.measure.statistics import PassTimes
 from runner.output import columns, reader
 from runner.output.fields import Environment

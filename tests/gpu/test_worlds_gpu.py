@@ -4,7 +4,7 @@ import pytest
 
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.config.variants import PACKED
+from runner.config.rules.attention import PACKED
 from tests.jobs import numerics
 from tests.support import coverage
 from tests.support.cases import Case, judged

@@ -3,8 +3,8 @@
 import pytest
 
 from attention.masks.band import CAUSAL, FULL
+from runner.config.rules.attention import setting_label, settings
 from runner.config.values import InvalidConfig
-from runner.config.variants import setting_label, settings
 from runner.peers import variant
 from tests.jobs import program
 from tests.support.composing import resolved

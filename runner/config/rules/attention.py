@@ -9,22 +9,33 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from itertools import product
 from statistics import NormalDist
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from attention.geometry.options import check_heads
+from attention.geometry.layouts import CuSeqlens
+from attention.geometry.options import check_heads, divisors
 from attention.masks.band import Band
+from attention.masks.mask import Mask
 from attention.replay import replay_error
 from attention.variants.base import Variant, decodes
 from attention.variants.registry import VARIANTS, shortlist
-from runner.config.experiment import NONE, AttentionCall, Experiment, NamedMask, named
+from runner.config.experiment import BEST, NONE, AttentionCall, Experiment, NamedMask, named
 from runner.config.schema import DEFAULT_SIZES, MODES
 from runner.config.values import LARGEST, InvalidConfig, plain, shown
-from runner.config.variants import PACKED, settings
 
 MOST_SEQUENCES = 1 << 19  # of a packed batch
+# options that divide a number
+DIVISORS = {"head_parts": "KV heads", "heads_k_stride": "KV heads", "ulysses_size": "ranks"}
+UNTRIED = ("mixing", "weights")  # options that change the result
+PACKED = ("llama3", "ring_varlen", "zigzag_varlen")  # measured with packed batches, by default
+ONE_RANK = ("grouped",)  # one rank's share of a larger world: for world_size=1 only
+# the one-device baseline, by whether a variant is a decode and whether it mixes
+ON_ONE_DEVICE = {(False, False): "dense", (True, False): "tree", (False, True): "dilated_improved"}
 DRAWN_BY = {"seqlens_mean": "random", "seqlens_std": "random", "seqlens_multiple": "real"}  # keys of drawn lengths
 
 
@@ -278,6 +289,51 @@ def check_variant(run: Experiment, cfg: DictConfig) -> None:
         text = str(error).replace(f"mask={call.mask}:", f"mask={named.name}:") if named else str(error)
         variant = "" if text.startswith("attention=") else f"attention={run.variant}: "
         raise InvalidConfig(f"{variant}{text}{hint}") from None
+
+
+def settings(
+    variant: Variant[Any],
+    options: Mapping[str, Any],
+    heads: int,
+    kv_heads: int,
+    cu_seqlens: CuSeqlens,
+    world: int,
+    mask: Band | Mask,
+    q_tokens: int | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The options with "best" replaced, for each combination of choices that the variant can do; for each other one, by
+    `setting_label`, the reason. Raises ValueError if it can do none."""
+    names = [name for name, value in options.items() if value == BEST]
+    able: list[dict[str, Any]] = []
+    left_out: dict[str, str] = {}
+    choices = {name: best_values(variant, name, kv_heads, world) for name in names}
+    if unlisted := [name for name in names if not choices[name]]:
+        raise ValueError(f"{unlisted[0]}={BEST}: {variant.name} has no list of its values; give one")
+    for values in product(*choices.values()):
+        setting = {**options, **dict(zip(names, values, strict=True))}
+        try:
+            parsed = variant.parse(setting)
+            variant.problem(cu_seqlens, world, mask, parsed, q_tokens)
+            parsed.check(heads, kv_heads, world)
+            able.append(setting)
+        except ValueError as error:
+            left_out[setting_label(setting, names)] = str(error)
+    if not able:
+        raise ValueError(next(iter(left_out.values())))
+    return able, left_out
+
+
+def best_values(variant: Variant[Any], option: str, kv_heads: int, world: int) -> list[Any]:
+    """The values of an option among which "best" decides; none for an option that has no list of them."""
+    if option in variant.options.names() and option in DIVISORS:
+        return divisors(kv_heads if DIVISORS[option] == "KV heads" else world)
+    if option in UNTRIED:
+        return []
+    return [y for x in fields(variant.options) if x.name == option for y in x.metadata.get("values", ())]
+
+
+def setting_label(options: Mapping[str, Any], names: Iterable[str]) -> str:
+    return " ".join(f"{name}={options[name]}" for name in names)
 
 
 def module_lacks(variant: str, asked: list[str]) -> str:

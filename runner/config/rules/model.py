@@ -16,8 +16,8 @@ from attention.masks.sequences import mask_of
 from attention.variants.registry import AUTO
 from runner.config import huggingface, schema
 from runner.config.experiment import HF, NONE, Experiment, Model
+from runner.config.rules.attention import settings
 from runner.config.values import InvalidConfig, one_of, plain, shown
-from runner.config.variants import settings
 from runner.models import SPARSE, Config
 
 SIZES = ("layers", "hidden", "mlp", "vocabulary")

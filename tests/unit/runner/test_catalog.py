@@ -5,7 +5,7 @@ from hydra import compose, initialize_config_module
 
 from attention.variants.registry import VARIANTS
 from runner import catalog
-from runner.config.variants import PACKED
+from runner.config.rules.attention import PACKED
 from runner.output import terminal
 from runner.peers import everything
 

@@ -16,12 +16,12 @@ from attention.transports import SUMMARIES
 from attention.variants.registry import AUTO, VARIANTS
 from runner import rounds
 from runner.config import overrides, schema
-from runner.config.experiment import NONE
+from runner.config.experiment import BEST, NONE
 from runner.config.overrides import groups
 from runner.config.resolve import run_name
 from runner.config.rules import model as model_rules
+from runner.config.rules.attention import PACKED, best_values
 from runner.config.values import InvalidConfig
-from runner.config.variants import BEST, PACKED, best_values
 from runner.measure.workload import DTYPES
 from runner.peers import PEERS, everything
 from tests.support.composing import composed, configured, resolved
