@@ -166,11 +166,11 @@ def _program(flags: list[str], texts: list[str], stops: Stops) -> int:
         stops.hold()
         app.pool.close()
         for folder in app.tally.folders:
-            _sum_up(folder, arguments, stops.signal is None)
+            _sum_up(folder, stops.signal is None)
     return exit_status(app.tally.statuses, app.tally.until_limit)
 
 
-def _sum_up(folder: Path, arguments: list[str], whole: bool) -> None:
+def _sum_up(folder: Path, whole: bool) -> None:
     """Print the table of a sweep and, of a `whole` one, where its page is and what was compared."""
     from runner.command import verdicts
     from runner.output import display, summary
@@ -178,7 +178,7 @@ def _sum_up(folder: Path, arguments: list[str], whole: bool) -> None:
 
     display.sweep_table(summary.sweep_rows(folder))
     display.out.print(f"Sweep: {folder}", soft_wrap=True)
-    for line in [page.at_end_of_sweep(folder), *verdicts(folder, arguments)] if whole else []:
+    for line in [page.at_end_of_sweep(folder), *verdicts(folder)] if whole else []:
         display.out.print(line, soft_wrap=True, markup=False)
 
 

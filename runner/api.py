@@ -32,7 +32,6 @@ from runner.config.values import InvalidConfig, message
 from runner.output import columns, reader, terminal
 from runner.output.reader import UnreadableFile
 from runner.output.record import Result
-from runner.output.run_tables import table_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,10 +62,9 @@ def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
         return [_result(done) for batch in batches for done in batch]
 
 
-def load(*where: str | Path, samples: bool = False) -> pd.DataFrame:
-    """The recorded runs below folders, packed ones too, as a row each: the columns of summary.csv and `folder`. With `samples`
-    a row for each sample: `name`, `folder`, `iteration`, `round`, `rank`, `pass`, `ms`. Files that are no results are
-    named in warnings.
+def load(*where: str | Path) -> pd.DataFrame:
+    """The recorded runs below folders, packed ones too, as a row each: the columns of summary.csv and `folder`,
+    where `samples.parquet` has the samples. Files that are no results are named in warnings.
 
     Raises FileNotFoundError for a folder that does not exist."""
     import pandas as pd
@@ -79,8 +77,6 @@ def load(*where: str | Path, samples: bool = False) -> pd.DataFrame:
         found += read
         for problem in problems:
             warnings.warn(str(problem), stacklevel=2)
-    if samples:
-        return pd.DataFrame([row for result in found for row in _samples(result)], columns=_SAMPLE)
     rows = [columns.row(result) | {"folder": str(result.folder)} for result in found]
     return pd.DataFrame(rows, columns=[*columns.KEYS, "folder"])
 
@@ -88,14 +84,6 @@ def load(*where: str | Path, samples: bool = False) -> pd.DataFrame:
 def close() -> None:
     """End the living worlds. The next run starts new ones."""
     app.pool.close()
-
-
-_SAMPLE = ["name", "folder", "iteration", "round", "rank", "pass", "ms"]
-
-
-def _samples(result: Result) -> Iterator[dict[str, Any]]:
-    for row in table_of(result, "samples") or []:
-        yield {"name": result.name, "folder": str(result.folder), **row}
 
 
 def _result(done: Any) -> Result:

@@ -27,6 +27,7 @@ from runner.config.values import InvalidConfig, one_of, shown, written
 
 # keys that a user may expect, and why there are none
 LEFT_OUT = {
+    "timing.do_bench": "was a comparison with triton.testing.do_bench; leave it out",
     "attention.memory_gb": "was an option of auto, which passes over a variant that runs out of memory; leave it out",
     "attention.trials": "was an option of auto, which now always times its variants; leave it out",
     "dropout": "not supported by any variant; leave it out",

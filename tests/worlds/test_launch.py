@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.agent import BOOT_ID, remove_abandoned
 from runner.launch.files import Part, WorldFiles, WorldSpec
 from runner.launch.pool import Pool
 from runner.launch.worlds import World
