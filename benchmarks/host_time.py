@@ -36,7 +36,6 @@ Step = Callable[[], object]
 Attention = Callable[..., Tensor]
 ROOT = f"{Path(attention.__file__).parent}/"
 TIMES = 200
-VARIANTS = ["ring", "zigzag", "zigzag_llama3", "ulysses"]
 
 
 def raw(kernel: str, call: Call) -> Attention:
@@ -125,8 +124,8 @@ def compared(run: Attention, inputs: list[Tensor], kernel: str) -> Iterator[str]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("variants", nargs="*", metavar="VARIANT")
+    on_gpu, world = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
+    parser.add_argument("variants", nargs="*", default=["dense"] if world == 1 else ["zigzag", "ulysses"])
     parser.add_argument(
         "--kernel", choices=("sdpa_flash", "sdpa_cudnn", "flash4"), default="flash4" if on_gpu else "sdpa_flash"
     )
@@ -134,23 +133,21 @@ def main() -> None:
     parser.add_argument("--files", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    world = int(os.environ.get("WORLD_SIZE", 1))
     device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if world > 1:
         dist.init_process_group("nccl" if on_gpu else "gloo")
-    torch.manual_seed(0)
     tokens, heads, kv_heads, head_dim = args.shape
     whole = [torch.randn(1, tokens, h, head_dim, device=device, dtype=dtype) for h in (heads, kv_heads, kv_heads)]
-    for variant in args.variants or (["dense"] if world == 1 else VARIANTS):
+    for variant in args.variants:
         fn = attention.make(variant, kernel=args.kernel)
         inputs = [fn.shard(x) for x in whole]
         run = partial(fn, causal=True)
         lines = listed(run, inputs) if args.files else compared(run, inputs, args.kernel)
         for line in lines:
             if world == 1 or dist.get_rank() == 0:
-                print(f"{variant:14} {line}")
+                print(variant, line, sep="\t")
     if world > 1:
         dist.destroy_process_group()
 
