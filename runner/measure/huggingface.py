@@ -47,10 +47,11 @@ class Decoder(nn.Module):
         marked = {self.model.get_output_embeddings(): "comp_head"}
         for module in self.model.modules():
             children = [child for child in module.children() if "norm" not in type(child).__name__.lower()]
-            if hasattr(module, "layer_idx") and not any(hasattr(child, "layer_idx") for child in children):
-                marked |= dict.fromkeys(children, PROJECTIONS)
-            elif any(hasattr(child, "layer_idx") for child in children) and not isinstance(module, nn.ModuleList):
-                marked |= {child: "comp_mlp" for child in children if not hasattr(child, "layer_idx")}
+            others = [child for child in children if not hasattr(child, "layer_idx")]
+            if len(others) < len(children) and not isinstance(module, nn.ModuleList):
+                marked |= dict.fromkeys(others, "comp_mlp")
+            elif hasattr(module, "layer_idx"):
+                marked |= dict.fromkeys(others, PROJECTIONS)
         for module, name in marked.items():
             module.__class__ = _in_phase(type(module), name)
 

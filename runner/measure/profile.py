@@ -11,10 +11,10 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -132,12 +132,11 @@ def kernel_times(events: Sequence[Event], order: Sequence[str]) -> tuple[list[Ro
     begins = begins[-len(order) :]
     if len(begins) < len(order):
         return [], 0
-    starts = [start for start, _ in begins]
-    kernels = [event for event in events if event.kind in ("compute", "communication") and event.span[0] >= starts[0]]
+    kernels = [event for event in events if event.kind in ("compute", "communication") and event.span >= begins[0]]
     longest = set(sorted(kernels, key=lambda event: event.span[0] - event.span[1])[:MOST_TIMES])
     rows: list[Row] = []
-    for number, (which, (start, stop)) in enumerate(zip(order, begins, strict=True)):
-        within = [event for event in kernels if bisect_right(starts, event.span[0]) == number + 1]
+    for which, (start, stop), (end, _) in zip(order, begins, [*begins[1:], (inf, inf)], strict=True):
+        within = [event for event in kernels if start <= event.span[0] < end]
         whole = Event((start, max([stop, *(event.span[1] for event in within)])), WHOLE, WHOLE)
         for (a, b), name, kind in [whole, *filter(longest.__contains__, within)]:
             times = {"start_ms": a / 1e3, "stop_ms": b / 1e3}

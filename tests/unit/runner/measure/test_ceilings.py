@@ -39,6 +39,3 @@ def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_worl
         assert after[name] == found["kept"][name] > 3 * after["before"][name]  # on a machine as busy as it likes
     assert second["ceilings"] == after  # not a third time
     assert found["without_memory"] == "cached", "measured in memory that there was none of"
-    for run in found["runs"]:
-        for entry in run["metrics"]["passes"].values():
-            assert entry["sol"] is None or entry["sol"] <= 1.03

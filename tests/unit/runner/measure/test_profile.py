@@ -10,7 +10,7 @@ import torch
 
 from attention.profiling import phase
 from runner.measure import profile as measured
-from runner.measure.profile import analyse, covered, events_of, kernel_times, profile, together
+from runner.measure.profile import analyse, events_of, kernel_times, profile, together
 
 
 def event(category: str, name: str, start: float, stop: float) -> dict:
@@ -24,65 +24,32 @@ CUDA = [
     event("kernel", "flash_fwd_kernel", 31_000, 37_000),
     event("gpu_memset", "Memset (Device)", 37_000, 41_000),
     # none of these occupies the device
-    event("cpu_op", "aten::mm", 0, 90_000),
     event("cuda_runtime", "cudaLaunchKernel", 0, 90_000),
     event("user_annotation", "comm_kv", 0, 90_000),
     {"ph": "i", "cat": "kernel", "name": "instant", "ts": 80_000},
-    {"ph": "M", "name": "process_name", "args": {}},
 ]
 ALIGN = "ncclDevKernel_AllReduce_MinMax_u8_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
-CPU = [
-    event("user_annotation", "comp_block", 0, 10_000),
-    event("user_annotation", "comm_kv", 4000, 16_000),
-    event("user_annotation", "wait_kv", 10_000, 16_000),
-    event("user_annotation", "comp_merge", 18_000, 20_000),
-    event("cpu_op", "aten::mm", 0, 9000),
-    event("python_function", "run", 0, 50_000),
-]
+def analysed(events: list[dict], waits=()) -> dict:
+    return analyse(events_of(events, "cuda"), waits)
 
 
-def analysed(events: list[dict], device: str = "cuda", waits=()) -> dict:
-    return analyse(events_of(events, device), waits)
-
-
-def test_covered_counts_nothing_twice():
-    assert covered([(8, 9), (0, 4), (2, 6), (3, 4), (8, 9)]) == 7 and covered([]) == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "events", "stretch", "compute", "communication", "overlapped", "exposed", "idle"),
-    [
-        # from 1 to 41 ms; NCCL and the copy between devices from 6 to 25, compute until 11 and from 31
-        ("cuda", CUDA, 40, 20, 19, 5, 14, 6),
-        ("cpu", CPU, 20, 12, 12, 6, 6, 2),  # by the phases
-        ("cpu", [], 0, 0, 0, 0, 0, 0),
-    ],
-)
-def test_a_trace_tells_compute_from_communication(
-    device, events, stretch, compute, communication, overlapped, exposed, idle
-):
-    found = analysed(events, device)
+def test_a_trace_tells_compute_from_communication_and_has_a_table_of_kernels_the_longest_first():
+    profile = analysed(CUDA)
+    # from 1 to 41 ms; NCCL and the copy between devices from 6 to 25, compute until 11 and from 31
     names = ("stretch", "compute", "communication", "overlapped", "exposed_communication", "idle")
-    expected = stretch, compute, communication, overlapped, exposed, idle
-    assert tuple(found[f"{name}_ms"] for name in names) == expected
-    assert found["overlapped_share"] == (pytest.approx(overlapped / communication) if communication else None)
-    assert found["waits_known"]
-
-
-def test_a_kernel_table_has_what_ran_on_the_device_the_longest_first():
-    table = analysed(CUDA)["kernels"]
+    assert [profile[f"{name}_ms"] for name in names] == [40, 20, 19, 5, 14, 6]
+    assert profile["overlapped_share"] == pytest.approx(5 / 19) and analysed([])["overlapped_share"] is None
+    table = profile["kernels"]
     assert [row["kernel"][:6] for row in table] == ["flash_", "ncclDe", "Memcpy", "Memset"]
     assert table[0] == {"kernel": "flash_fwd_kernel", "calls": 2, "total_ms": 16, "mean_us": 8000}
 
 
-@pytest.mark.parametrize("kernel", ["AllReduce_MinMax_u8_RING_LL", "AllReduce_Sum_i8_TREE_LL"])
-def test_what_aligns_the_ranks_is_neither_communication_nor_part_of_the_stretch(kernel):
-    name = f"ncclDevKernel_{kernel}(ncclDevKernelArgsStorage<4096ul>)"
-    between = [event("kernel", name, 0, 900), event("kernel", name, 41_000, 46_000)]
+def test_what_aligns_the_ranks_is_neither_communication_nor_part_of_the_stretch():
+    between = [event("kernel", ALIGN, 0, 900), event("kernel", ALIGN, 41_000, 46_000)]
     found = analysed([*CUDA, *between, event("kernel", "flash_bwd_kernel", 46_000, 50_000)])
     assert (found["communication_ms"], found["exposed_communication_ms"]) == (19, 14)
     assert (found["stretch_ms"], found["idle_ms"], found["compute_ms"]) == (44, 6, 24)
-    assert name not in {row["kernel"] for row in found["kernels"]}
+    assert ALIGN not in {row["kernel"] for row in found["kernels"]}
 
 
 WAITING = [
@@ -100,14 +67,13 @@ LEAD = event("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)", 45_
     ("events", "waits", "exposed", "idle", "known"),
     [
         (WAITING, [], 2, 37, True),  # 13 to 31 and 41 to 60
-        (WAITING, [[(9, 30)], [(10, 14), (0, 1)]], 20 + 4, 37 - 18, True),  # 11 to 31, 71 to 75
         (WAITING, [[(9, 30)]], 2, 37, False),  # of another number of passes: not placed
-        ([*WAITING, LEAD], [[(9, 30)], [(10, 14), (0, 1)]], 24, 37 - 18 - 10, True),
+        ([*WAITING, LEAD], [[(9, 30)], [(10, 14), (0, 1)]], 20 + 4, 37 - 18 - 10, True),  # 11 to 31, 71 to 75
     ],
 )
 def test_a_stream_that_waits_is_exposed_communication_where_nothing_computes(events, waits, exposed, idle, known):
     """Two passes: what stands still in a trace is a wait by the recorder's events, in ms since each pass was aligned."""
-    found = analysed(events, "cuda", waits)
+    found = analysed(events, waits)
     assert (found["exposed_communication_ms"], found["idle_ms"], found["waits_known"]) == (exposed, idle, known)
     assert (found["compute_ms"], found["communication_ms"]) == (30, 4)
 
@@ -150,7 +116,6 @@ def test_the_kernels_of_the_last_iteration_are_on_one_clock_whatever_the_traces_
     # the clocks of two hosts are shifted so that the ranks begin together
     apart = together(by_rank, bases, [0, 1])
     assert [row["start_ms"] for row in apart if row["kernel"] == "pass"] == [0, 50, 0, 50]
-    assert together([by_rank[0], []], bases, ["host", "host"]) == []
 
 
 def test_of_many_kernels_the_longest_are_kept_and_without_an_alignment_there_are_none(monkeypatch):
@@ -172,12 +137,9 @@ def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(tmp_path
 
     me = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"), folder=tmp_path / "world", gather=lambda x: [x])
     me.folder.mkdir()
-    start = time.perf_counter()
     found = profile(SimpleNamespace(me=me, passes=("forward",), run=run), 4, tmp_path)
-    each_ms = (time.perf_counter() - start) * 1e3 / 4
     (about,) = found["profile"]
     assert about["compute_ms"] >= 20 and about["communication_ms"] >= 10
-    assert about["compute_ms"] + about["communication_ms"] <= each_ms
     assert (about["runs"], about["kernels_left_out"]) == (4, 0)
     assert [(row["kernel"], row["kind"]) for row in found["kernel_times"]] == [
         *(("pass", "pass"), ("comp_block", "compute"), ("comm_kv", "communication")),
