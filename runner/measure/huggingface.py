@@ -92,9 +92,6 @@ class CheckedSplit(Split):
             "softcap": (options.get("softcap"), kind.softcap),
             "sinks": ("sinks" in options, kind.sinks),
         }
-        for what, (fact, read) in facts.items():
-            if fact != read:
-                raise ValueError(
-                    f"layer {layer} attends with {what} {fact}, and its configuration was read as {read}; take another model"
-                )
+        if wrong := [f"{what} {fact}, read as {read}" for what, (fact, read) in facts.items() if fact != read]:
+            raise ValueError(f"layer {layer} attends with {wrong[0]} from its configuration; take another model")
         return super().attend(module, q, k, v, **options)

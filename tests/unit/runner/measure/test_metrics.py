@@ -17,8 +17,8 @@ SIZES = ("batch=2", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=8", "world_
 MS = {"forward": 2.0, "backward": 5.0, "total": 8.0}
 
 
-def computed(*overrides: str, ms=None, ceilings=None, pulls=False):
-    return metrics.compute(resolved(*SIZES, *overrides), ms or {"forward": 2.0}, ceilings, pulls)
+def computed(*overrides: str, ms=None, ceilings=None):
+    return metrics.compute(resolved(*SIZES, *overrides), ms or {"forward": 2.0}, ceilings)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,6 @@ def test_value_heads_of_another_size_count_in_the_products_that_have_them():
     ("overrides", "shares"),
     [
         (["attention=dense"], 1),
-        (["attention=ring"], 4),
         (["attention=ring_decode", "q_len=2", "causal=false"], 1),
     ],
 )
@@ -57,8 +56,7 @@ def test_a_devices_rate_is_of_its_own_work(overrides, shares):
 
 def test_no_sparsity_is_said_of_a_mixture_that_counts_pairs_several_times():
     mixture = ["attention=dilated", "attention.segments=[16,64]", "attention.rates=[1,2]", *SIZES, "seq_len=64"]
-    once = metrics.sparsity(resolved(*mixture, "heads=2"))
-    assert 0 < once["sparsity_ratio"] < 1 and 0 < once["density"] < 1
+    assert 0 < metrics.sparsity(resolved(*mixture, "heads=2"))["sparsity_ratio"] < 1
     often = metrics.sparsity(resolved(*mixture, "heads=2", "attention.mixing=longnet"))
     assert often["sparsity_ratio"] is None and often["density"] is None
 
@@ -116,8 +114,6 @@ def test_a_decode_counts_its_queries_and_every_key():
     assert found["flops_forward_by_rank"] == [FLOP * 2 * n for n in (3, 3, 3, 1)]
     forward = found["passes"]["forward"]
     assert forward["tflops_per_device"] == pytest.approx(FLOP * 20 / 4 / 2e9)
-    # partial results of 3 others: 2 * 2 * 4 rows of D + 1 fp32
-    assert forward["bytes_received_by_rank"] == [{"partials": 3 * 16 * 17 * 4}] * 4
 
 
 def test_a_packed_batch_counts_the_pairs_of_its_sequences():
@@ -126,10 +122,6 @@ def test_a_packed_batch_counts_the_pairs_of_its_sequences():
     assert (found["tokens"], found["flops"]["forward"]) == (8, FLOP // 2 * 24)
     # tokens 0 1 and the first two of six see 1 + 2 + 1 + 2 keys, the others 3 + 4 + 5 + 6
     assert found["flops_forward_by_rank"] == [FLOP // 2 * 6, FLOP // 2 * 18]
-    # ranks that need nothing of each other receive nothing over a transport that pulls
-    apart = [computed("attention=llama3", "seqlens=[100,28,128]", pulls=pulls)["passes"]["forward"] for pulls in (0, 1)]
-    assert apart[0]["received_gb_s"] > 0
-    assert apart[1]["bytes_received_by_rank"] == [{}, {}] and apart[1]["received_gb_s"] == 0
 
 
 # rank 1 has two blocks of 4 queries by 4 keys. One moves q and out, k and v: 4 tokens of 2 * Q + KV bytes each; backward q, out,

@@ -28,7 +28,9 @@ def summarized(recorded: list[dict], world: int = 1, which: str = "forward") -> 
     entry = summary(times_of(recorded, world)[which])
     shares = sum(phase["share"] for name, phase in entry["phases"].items() if not name.startswith("comm_"))
     assert shares + entry["other_share"] == pytest.approx(1)
-    assert entry["compute_ms"] + entry["exposed_communication_ms"] + entry["other_ms"] == pytest.approx(entry["total_ms"])
+    assert entry["compute_ms"] + entry["exposed_communication_ms"] + entry["other_ms"] == pytest.approx(
+        entry["total_ms"]
+    )
     return entry
 
 

@@ -1,12 +1,11 @@
 """Statistics: numbers worked out by hand, the median's interval against exact coverage, and that nothing is dropped."""
 
 import math
-import random
 from fractions import Fraction
 
 import pytest
 
-from runner.measure.statistics import median_interval, precise, summarize, too_few, trend
+from runner.measure.statistics import median_interval, summarize, too_few, trend
 
 
 def coverage(n: int, k: int) -> Fraction:
@@ -69,21 +68,3 @@ FALLING = [5.4 - 0.045 * i for i in range(20)]
 )
 def test_samples_that_rise_or_fall_have_a_trend(samples, expected):
     assert trend(samples) is expected and summarize(samples).trend is bool(expected)
-
-
-def test_a_trend_is_rarely_seen_in_noise():
-    draw = random.Random(3)
-    assert sum(bool(trend([draw.gauss(10, 1) for _ in range(20)])) for _ in range(300)) <= 6  # 1% of them by chance
-
-
-@pytest.mark.parametrize(
-    ("samples", "least", "expected"),
-    [
-        ([101, 90, 100, 100, 110, 100, 100, 100, 99, 100], 10, True),  # ranks 2 and 9: half the interval is 1%
-        ([90, 98.9, 100, 100, 100, 100, 100, 100, 101, 110], 10, False),
-        ([7.0] * 29, 30, False),
-        ([7.0] * 5, 1, False),  # no interval
-    ],
-)
-def test_a_median_is_precise_when_half_its_interval_is_within_precision(samples, least, expected):
-    assert precise([{"forward": samples}], 0.01, least) is expected
