@@ -6,11 +6,11 @@ Leaves `canonical.json`, to send, `report.html`, and every run's own folder. A q
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -54,20 +54,17 @@ def command(question: Mapping[str, Any], common: Sequence[str], gpus: int, folde
 
 def ask(overrides: Sequence[str], seconds: float) -> str | None:
     """Runs a sweep for at most so long. Returns why it was ended, or None."""
-    program = subprocess.Popen([sys.executable, "-m", "runner", *overrides])
-    try:
-        program.wait(seconds)
-        return None
-    except subprocess.TimeoutExpired:
-        return f"ended after {seconds:.0f} s, as the time was up"
-    finally:
-        if program.poll() is None:
-            program.send_signal(signal.SIGTERM)
-            try:
+    with subprocess.Popen([sys.executable, "-m", "runner", *overrides]) as program:
+        try:
+            program.wait(seconds)
+            return None
+        except subprocess.TimeoutExpired:
+            return f"ended after {seconds:.0f} s, as the time was up"
+        finally:
+            program.terminate()
+            with suppress(subprocess.TimeoutExpired):
                 program.wait(CLOSING_S - 5)
-            except subprocess.TimeoutExpired:
-                program.kill()
-                program.wait()
+            program.kill()
 
 
 def fastest(results: Sequence[Run], subject: str) -> list[dict[str, Any]]:

@@ -111,10 +111,9 @@ def _git() -> dict[str, Any]:
 def by_history(commits: Sequence[str]) -> list[str]:
     """Those of these commits that the program's own repository has, ancestors first."""
     wanted = [commit for commit in commits if re.fullmatch(r"[0-9a-f]{40}", commit)]
-    here = (
-        _output("git", "rev-list", "--topo-order", "--reverse", "--ignore-missing", *wanted, cwd=ROOT) if wanted else ""
-    )
-    return [commit for commit in (here or "").split() if commit in set(wanted)]
+    order = ["--topo-order", "--reverse", "--ignore-missing"]
+    known = _output("git", "rev-list", *order, *wanted, cwd=ROOT) if wanted else None
+    return [commit for commit in (known or "").split() if commit in wanted]
 
 
 def commit_text(git: dict[str, Any] | None) -> str:

@@ -125,7 +125,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
     picture = [] if options.chart == "none" else [_picture(runs, options), ""]
     heading = escaped(f"{tables.machine(runs)}; {in_common(runs)}.{unit}")
     body = "\n".join([heading, "", table.markdown(), *picture, f"Made by `{PROGRAM} {shlex.join(arguments)}`."])
-    write_text(file, pattern.sub(lambda found: f"{found[1]}\n{body}\n{found[3]}", text))
+    write_text(file, pattern.sub(lambda section: f"{section[1]}\n{body}\n{section[3]}", text))
     return 0
 
 

@@ -56,7 +56,7 @@ class Axis:
     log: float = math.inf
     doubling: bool = False
 
-    def of(self, channel: Any, rows: Sequence[Row]) -> Any:
+    def channel(self, channel: Any, rows: Sequence[Row]) -> Any:
         """The channel alt.X or alt.Y of these rows."""
         values = sorted({row[self.field] for row in rows})
         axis, scale = alt.Axis(format=self.format), alt.Scale(zero=True)
@@ -89,7 +89,7 @@ def lines(
     drawn = [row for row in kept if row.get(y.field) is not None]
     if not drawn:
         return []
-    base = alt.Chart(alt.Data(values=kept)).encode(x=x.of(alt.X, drawn), y=y.of(alt.Y, drawn))
+    base = alt.Chart(alt.Data(values=kept)).encode(x=x.channel(alt.X, drawn), y=y.channel(alt.Y, drawn))
     names = list(dict.fromkeys(row["label"] for row in drawn))
     picked = alt.selection_point(fields=["label"], bind="legend")
     colors = alt.Scale(domain=names) if len(names) <= len(COLORS) else alt.Scale(domain=names, scheme="tableau20")

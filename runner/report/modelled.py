@@ -85,7 +85,7 @@ def called(made: Task) -> str:
 
 def points(runs: Iterable[Run]) -> list[Point]:
     """Of the runs that the model describes."""
-    found = []
+    modelled = []
     for run in filter(known, runs):
         name = run.attention or ""
         try:
@@ -97,8 +97,8 @@ def points(runs: Iterable[Run]) -> list[Point]:
         for which, model in zip(PASSES, made.passes, strict=False):
             ms = run.ms(which)
             if ms:
-                found.append(Point(run, which, model, ms))
-    return found
+                modelled.append(Point(run, which, model, ms))
+    return modelled
 
 
 def calibrated(run: Run) -> bool:

@@ -21,22 +21,22 @@ from runner.report.table import swept
 NAME = "report.html"
 
 
-def write(out: Path, of: Sequence[Part]) -> Path:
+def write(out: Path, sections: Sequence[Part]) -> Path:
     """Write the page into the folder `out`, from which files of runs are linked. Raises OSError."""
     import jinja2
     from markupsafe import Markup
 
     from runner.report.drawing import bundle
 
-    runs = [run for part in of for run in part.runs]
-    sweeps = [part.name for part in of for _ in part.runs]
-    specs = {f"{part.prefix}{panel.name}": panel.spec for part in of for panel in part.panels}
+    runs = [run for part in sections for run in part.runs]
+    sweeps = [part.name for part in sections for _ in part.runs]
+    specs = {f"{part.prefix}{panel.name}": panel.spec for part in sections for panel in part.panels}
     environment = jinja2.Environment(loader=jinja2.FunctionLoader(charts.asset), autoescape=True, trim_blocks=True)
     text = environment.get_template("page.html").render(
         title=swept(runs),
         source=out.resolve().name,
         runs=runs,
-        parts=of,
+        parts=sections,
         failures=tables.failure_groups(runs),
         failed=STATUSES[1:],
         asset=lambda name: Markup(charts.asset(name)),

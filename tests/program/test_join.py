@@ -143,22 +143,6 @@ def by_hand(process, port):
     return {"RANK": process, "WORLD_SIZE": 2, **local}
 
 
-@pytest.mark.nightly
-def test_a_process_that_is_killed_is_a_crash_and_nothing_hangs(tmp_path):
-    port, given = free_port(), [f"output={tmp_path}", *QUICK, "launch.fault=0:timing:hang", "launch.timeout_s=100"]
-    with programs(*[([], given, by_hand(process, port)) for process in (0, 1)]) as (head, other):
-        children = Path(f"/proc/{other.pid}/task/{other.pid}/children")
-        while not children.read_text():  # until the world is up
-            assert head.poll() is None and other.poll() is None
-            time.sleep(0.1)
-        time.sleep(8.0)
-        os.kill(other.pid, signal.SIGKILL)
-        statuses, said = end([head], timeout=30)
-    assert statuses == [1], said
-    (value,) = results(tmp_path)
-    assert value["status"] == "crash" and "process 1 of 2 (WORLD_SIZE) left" in value["reason"]
-
-
 def test_a_larger_world_than_was_started_is_refused_by_all(tmp_path):
     port = free_port()
     given = [f"output={tmp_path}", *QUICK, "world_size=3"]

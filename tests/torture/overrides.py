@@ -16,37 +16,37 @@ from runner.config.overrides import composed, groups
 from tests.torture import program
 
 VALUES = (
-    "", "null", "true", "abc", "-1", "0", "1.5", "1e308", "nan", "inf", "-inf", "2147483647", "2147483648", "9223372036854775807",
+    "", "null", "true", "abc", "-1", "0", "1e308", "nan", "inf", "9223372036854775807",
     "99999999999999999999999", "9" * 5000, "x" * 5000, "[]", "[1,[2]]", "[null]", "{}", "{a:1}", "{name:x}", "'???'", "???",
     "${nothing}", "${seq_len}", "${oc.env:HOME}", "${oc.env:NOT_THERE}", "${per_rank:abc}", "${run_name:}", "'${x'", "${now:%Y}",
-    "'a\nb'", "'a\tb'", "':x:'", "'[red]x[/]'", "'../../x'", "\U0001f600", "\udcff", "'a,b'", "a:b:c", "'%s{}'", "\\", "$(id)", "é",
+    "'a\nb'", "'a\tb'", "':x:'", "'../../x'", "\U0001f600", "\udcff", "'a,b'", "'%s{}'", "\\", "$(id)", "é",
     "1:timing:raise", "host:99999",
 )  # fmt: skip
 SWEPT = (
     "1,2", "1,abc", ",", "range(0)", "range(0,10,0)", "range(0,1000000000)", "range(1,inf)", "interval(0,1)", "choice()",
-    "choice(1,2)", "glob(tin*)", "glob(x*)", "sort(3,1,2)", "sort(1,a,[2])", "shuffle(1,2)", "tag(a,1)", "extend_list(1)",
-    "int(abc)", "json_str(1)", "'${nothing}',1",
+    "glob(tin*)", "glob(x*)", "sort(3,1,2)", "shuffle(1,2)", "extend_list(1)",
+    "json_str(1)", "'${nothing}',1",
 )  # fmt: skip
 FORMS = (
     "{key}", "+{key}=1", "++{key}=1", "~{key}", "~{key}=1", "{key}", "={key}", "{key}==1", "{key}.x=1", "{key}@a=b", "@{key}=1",
-    "{key}:a=b", "{key}[0]=1", ".{key}=1", "{key}.=1", "-{key}=1", "{key} =1", "{key}= 1", "+{key}.new=1",
+    "{key}:a=b", "{key}[0]=1", ".{key}=1", "{key}.=1", "{key} =1", "{key}= 1", "+{key}.new=1",
 )  # fmt: skip
 HYDRA = (
     "hydra.run.dir=${nothing}", "hydra.run.dir=", "hydra.run.dir=null", "hydra.sweep.dir=null", "hydra.sweep.subdir=${x}",
-    "hydra.mode=abc", "hydra.mode=MULTIRUN", "hydra.sweeper.params=3", "hydra.sweeper.max_batch_size=-1", "hydra/launcher=nope",
+    "hydra.mode=abc", "hydra.mode=MULTIRUN", "hydra.sweeper.max_batch_size=-1", "hydra/launcher=nope",
     "hydra/sweeper=nope", "hydra.callbacks=null", "hydra.callbacks={a:{_target_:nope}}", "hydra.output_subdir=null", "hydra.nope=1",
-    "+hydra.nope=1", "hydra=null", "hydra/help=default", "hydra.job.chdir=true", "hydra.job.name=null", "hydra.searchpath=[nope]",
-    "hydra.verbose=[1]", "hydra/job_logging=nope", "hydra.job.env_set={A:${x}}", "~hydra", "hydra.sweep.dir=/proc/x",
-    "hydra.run.dir=/dev/null", "hydra.run.dir=/dev/null/x",
+    "+hydra.nope=1", "hydra=null", "hydra.job.chdir=true", "hydra.job.name=null", "hydra.searchpath=[nope]",
+    "hydra/job_logging=nope", "hydra.job.env_set={A:${x}}", "~hydra", "hydra.sweep.dir=/proc/x",
+    "hydra.run.dir=/dev/null/x",
 )  # fmt: skip
 FLAGS = (
-    ["--cfg", "job"], ["--cfg"], ["--cfg", "nope"], ["--nope"], ["-x"], ["--resolve"], ["--package", "nope"], ["--info", "nope"],
+    ["--cfg", "job"], ["--cfg", "nope"], ["--nope"], ["-x"], ["--resolve"], ["--package", "nope"], ["--info", "nope"],
     ["-m", "--cfg", "job"], ["--config-name", "nope"], ["--config-dir", "/nope"], ["--config-path", "nope"], ["--version"], ["--"],
-    ["--experimental-rerun", "/nope"], ["-sc"], ["-sc", "nope=bash"], ["-sc", "install=nope"], ["-h"], ["--hydra-help"], ["-m"],
+    ["--experimental-rerun", "/nope"], ["-sc", "nope=bash"], ["-sc", "install=nope"], ["-h"], ["--hydra-help"], ["-m"],
     ["--cfg", "hydra", "--package", "x"], ["--help", "seq_len=abc"],
 )  # fmt: skip
 OUTPUTS = (
-    "output=", "output=null", "output=/dev/null", "output=/proc/x", "output=/nope", "output=" + "x" * 300, "output=" + "y/" * 3000,
+    "output=", "output=null", "output=/dev/null", "output=/proc/x", "output=" + "x" * 300, "output=" + "y/" * 3000,
     "output='a\nb'", "output=${x}", "output=${oc.env:HOME}/../nope", "output='a b'", "output=[1]", "output=\U0001f600",
 )  # fmt: skip
 TINY = ["config=tiny", "seq_len=128"]

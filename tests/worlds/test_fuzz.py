@@ -35,8 +35,8 @@ def test_dropped_sinks_and_softcaps_are_found(name):
     decode = {"queries": 2, "causal": False, "gradients": ""} if name == "tree" else {"gradients": "qkvs"}
     case = Case(name, 1, 24, 2, 1, 8, 1, transport="auto", value_dim=16, softcap=0.5, sinks="fp32", **decode)
     assert wrong(case, compute(case)) is None
-    for plant in (plants.sinks_dropped, plants.kernel(plants.uncapped, plants.uncapped)):
-        with plant():
+    for seams in (plants.SINKS_DROPPED, plants.UNCAPPED):
+        with plants.changed_all(seams):
             assert wrong(case, compute(case)) is not None
 
 

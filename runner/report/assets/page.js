@@ -3,13 +3,13 @@ const by = (id) => document.getElementById(id);
 
 // An element: its attributes, and children that are elements or text, which is never read as HTML.
 function make(tag, attributes = {}, ...children) {
-  const found = document.createElement(tag);
+  const element = document.createElement(tag);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) found.addEventListener(key.slice(2), value);
-    else if (value !== null && value !== undefined && value !== false) found.setAttribute(key, value === true ? "" : value);
+    if (key.startsWith("on")) element.addEventListener(key.slice(2), value);
+    else if (value !== null && value !== undefined && value !== false) element.setAttribute(key, value === true ? "" : value);
   }
-  found.append(...children.filter((child) => child !== null && child !== undefined));
-  return found;
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
 // Theme: as the system says, until the button chooses.
@@ -35,12 +35,12 @@ const NARROW = 620, LEAST = 235, MOST_COLUMNS = 3, LONG = 30;
 const specs = JSON.parse(by("specs").textContent);
 
 const merged = (under, over) => {
-  const found = { ...under };
+  const result = { ...under };
   for (const [key, value] of Object.entries(over || {})) {
-    const both = value && found[key] && typeof value === "object" && typeof found[key] === "object" && !Array.isArray(value);
-    found[key] = both ? merged(found[key], value) : value;
+    const both = value && result[key] && typeof value === "object" && typeof result[key] === "object" && !Array.isArray(value);
+    result[key] = both ? merged(result[key], value) : value;
   }
-  return found;
+  return result;
 };
 
 function config(narrow) {

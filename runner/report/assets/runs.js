@@ -124,17 +124,17 @@ function block(title, content, across) { return make("div", { class: across ? "a
 
 function inside(run) {
   const of = (group) => columns.filter((one) => one.group === group && value(one, run) !== null).map((one) => [one.title, text(one, value(one, run))]);
-  const found = make("div", { class: "inside" });
-  if (at("reason", run)) found.append(block(at("status", run) === "ok" ? "Note" : `Why it is ${at("status", run)}`, make("p", {}, at("reason", run)), true));
-  if (at("log", run)) found.append(block("End of its log", make("pre", {}, at("log", run)), true));
-  if (at("command", run)) found.append(block("Repeat", make("pre", {}, at("command", run)), true));
+  const details = make("div", { class: "inside" });
+  if (at("reason", run)) details.append(block(at("status", run) === "ok" ? "Note" : `Why it is ${at("status", run)}`, make("p", {}, at("reason", run)), true));
+  if (at("log", run)) details.append(block("End of its log", make("pre", {}, at("log", run)), true));
+  if (at("command", run)) details.append(block("Repeat", make("pre", {}, at("command", run)), true));
   if (at("files", run)) {
     const links = Object.entries(at("files", run)).flatMap(([name, path]) => [make("a", { href: path }, name.startsWith("trace") ? `${name} (open it in Perfetto)` : name), " "]);
-    found.append(block("Files", make("p", {}, ...links), true));
+    details.append(block("Files", make("p", {}, ...links), true));
   }
   const measured = [...of("fact"), ...of("metric"), ...times.map((one) => [`${one.title} IQR`, text({ format: "percent" }, value(one.also.iqr, run))]).filter(([, x]) => x)];
-  found.append(block("This run", listed([["name", at("name", run)], ...measured])), block("Environment", listed(of("environment"))), block("Configuration", configuration(run)));
-  return found;
+  details.append(block("This run", listed([["name", at("name", run)], ...measured])), block("Environment", listed(of("environment"))), block("Configuration", configuration(run)));
+  return details;
 }
 
 // What differs from the defaults of the chosen groups; the rest behind a click.
@@ -188,13 +188,13 @@ function comparison() {
 function again(focus) { show(); document.querySelector(focus)?.focus(); }
 
 function show() {
-  const found = kept();
-  by("count").textContent = `${found.length.toLocaleString("en")} of ${count.toLocaleString("en")} runs${found.length > limit ? `, the first ${limit} shown` : ""}. Click a title to sort; pin two runs to compare them.`;
-  const shown = shownOf(found), table = by("table");
+  const runs = kept();
+  by("count").textContent = `${runs.length.toLocaleString("en")} of ${count.toLocaleString("en")} runs${runs.length > limit ? `, the first ${limit} shown` : ""}. Click a title to sort; pin two runs to compare them.`;
+  const shown = shownOf(runs), table = by("table");
   table.tHead.replaceChildren(head(shown));
-  table.tBodies[0].replaceChildren(...found.slice(0, limit).flatMap((run) => row(run, shown)));
+  table.tBodies[0].replaceChildren(...runs.slice(0, limit).flatMap((run) => row(run, shown)));
   table.style.setProperty("--label", `${table.querySelector("th").offsetWidth}px`);
-  by("more").hidden = found.length <= limit;
+  by("more").hidden = runs.length <= limit;
 }
 by("next").addEventListener("click", () => { limit += STEP; show(); });
 by("all").addEventListener("click", () => { limit = count; show(); });

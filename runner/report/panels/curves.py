@@ -85,7 +85,7 @@ def density(runs: Sequence[Run], which: str) -> list[Panel]:
     """A line for each label over the densities of masks of one workload, where there are several; runs differ in the mask
     only."""
     metrics = {run: run.result.metrics for run in runs if run.mask and not run.model and run.result.metrics}
-    densities = {run: short(of.density, 4) for run, of in metrics.items() if of.density}
+    densities = {run: short(value.density, 4) for run, value in metrics.items() if value.density}
     runs = list(densities)
     rows = plotted(runs, varying(runs, "mask"), which, lambda run: {"mask": run.mask, "density": densities[run]})
     rows = several(rows, "density")

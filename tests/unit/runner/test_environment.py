@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import app, environment
+from runner import environment
 from runner.config.values import InvalidConfig
 from runner.environment import commit_text
 from tests.support.composing import resolved
@@ -72,14 +72,14 @@ def test_tables_say_what_is_known_of_the_commit(git, text):
 
 def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers():
     spec = resolved("launch.env={NCCL_CGA_CLUSTER_SIZE:1,TORCH_NCCL_HIGH_PRIORITY:1}")
-    assert app._variables(spec) == {"NCCL_CGA_CLUSTER_SIZE": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
-    assert app._variables(resolved("launch.env=null")) == {}
+    assert spec.launch.variables == {"NCCL_CGA_CLUSTER_SIZE": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
+    assert resolved("launch.env=null").launch.variables == {}
     for given, said in (
         ("{RANK:1}", "launcher's own"),
         ("{MY_TOKEN:1}", "secret outside"),
-        ("{1a:1}", "variable's name"),
-        ("{A:[1]}", "a text"),
-        ("3", "null or {NAME:value,..}"),
+        ("{1a:1}", "must be a name of letters"),
+        ("{A:[1]}", "a text or a number"),
+        ("3", "null or {NAME:value"),
     ):
         with pytest.raises(InvalidConfig, match=said):
             resolved(f"launch.env={given}")

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from attention.masks.band import Band
+from attention.masks.pattern import Pattern
 from runner.check import reference
 from runner.check.reference import Reference, Seen
+from tests.support import naive, patterns
 
 
 class Call(NamedTuple):
@@ -56,41 +59,20 @@ CASES = {
 
 
 def kept(call: Call) -> torch.Tensor:
-    """Pair by pair, from what the arguments mean."""
-    keep = torch.zeros(sum(call.q_lengths), sum(call.k_lengths), dtype=torch.bool)
-    left, right = call.window
-    at_q = at_k = 0
-    for n_q, n_k in zip(call.q_lengths, call.k_lengths, strict=True):
-        ahead = torch.arange(n_k) - (torch.arange(n_q) + n_k - n_q).unsqueeze(1)
-        inside = ((left < 0) | (ahead >= -left)) & ((right < 0) | (ahead <= right))
-        keep[at_q : at_q + n_q, at_k : at_k + n_k] = inside & ~(call.causal & (ahead > 0))
-        at_q, at_k = at_q + n_q, at_k + n_k
-    if call.rectangles is not None:
-        within = torch.zeros_like(keep)
-        for q0, q1, k0, k1, low, high in call.rectangles.tolist():
-            distance = torch.arange(k0, k1) - torch.arange(q0, q1).unsqueeze(1)
-            within[q0:q1, k0:k1] |= (distance >= low) & (distance <= high)
-        keep &= within
-    return keep
+    band, lengths = Band.of(call.causal, call.window), zip(call.q_lengths, call.k_lengths, strict=True)
+    keep = torch.block_diag(*(naive.kept(band, *n).int() for n in lengths)).bool()
+    if call.rectangles is None:
+        return keep
+    return keep & torch.from_numpy(patterns.kept(Pattern(*keep.shape, call.rectangles.numpy())))
 
 
 def plainly(q, k, v, dout, call):
-    """Sinks are one more key of each head, whose value is 0."""
-    q, k, v = wanted = [x.detach().requires_grad_() for x in (q, k, v)]
-    keys, values = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-    s = torch.einsum("qhd,khd->hqk", q, keys).mul(SCALE)
-    if call.softcap is not None:
-        s = call.softcap * (s / call.softcap).tanh()
-    weights = s.exp() * kept(call)
-    total = weights.sum(-1, keepdim=True)
-    if (sink := call.sink) is not None:
-        wanted.append(sink.requires_grad_())
-        total = total + sink.exp().view(-1, 1, 1)
-    out = torch.einsum("hqk,khd->qhd", weights / total.masked_fill(total == 0, 1), values)
-    gradients = torch.autograd.grad(out, wanted, dout)
-    results = {"out": out, "lse": total.log().transpose(0, 1)}
+    wanted = [x.detach().requires_grad_() for x in (q, k, v, call.sink) if x is not None]
+    out, lse = naive.attention(*(x[None] for x in wanted[:3]), SCALE, kept(call), call.softcap, *wanted[3:])
+    gradients = torch.autograd.grad(out, wanted, dout[None])
+    results = {"out": out[0].detach(), "lse": lse[0].T[..., None]}
     results |= zip(("dq", "dk", "dv", "dsinks"), gradients, strict=False)
-    return {name: x.detach().view(1, -1, 1) if name == "dsinks" else x.detach() for name, x in results.items()}
+    return {name: x.view(1, -1, 1) if name == "dsinks" else x for name, x in results.items()}
 
 
 def inputs(call):

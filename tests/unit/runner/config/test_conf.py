@@ -63,7 +63,7 @@ def test_every_choice_makes_an_experiment(group):
 @pytest.mark.parametrize("name", groups()["experiment"])
 def test_every_run_of_an_experiment_is_one_and_headlines_are_compared_in_rounds(name):
     jobs = overrides.jobs([f"+experiment={name}"])
-    some = {jobs[0], jobs[-1], *random.Random(len(jobs)).sample(jobs, min(len(jobs), 5))}
+    some = {jobs[0], jobs[-1], *random.Random(len(jobs)).sample(jobs, 2)}
     assert len({json.dumps(resolved(*job, gpus=8).plain()) for job in some}) == len(some) > 1  # no run twice
     assert re.search(r"Machine: .* Estimate: \d+ runs?, \d+ (min|h)", comment("experiment", name))
     for group in rounds.groups(jobs, "auto") if "Headline:" in comment("experiment", name) else []:

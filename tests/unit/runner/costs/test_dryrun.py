@@ -48,16 +48,6 @@ def test_kernel_calls_compute_every_pair_of_the_rank_once(name, world):
             assert [x.flops for x in passes] == expected, (problem, rank)
 
 
-def test_ulysses_exchanges_heads_for_sequence_with_kv_heads_replicated():
-    # 4 tokens a rank. In: of 12 others' tokens 2 of 8 query heads and one of the 2 KV heads, k and v;
-    # back: its 4 tokens of the 6 other heads
-    inwards, back = 12 * (2 + 2) * HEAD, 4 * 6 * HEAD
-    assert received("ulysses", 16, 4) == [{"qkv": inwards, "out": back}] * 4
-    # backward: dout of the 12 tokens; dq of the 6 other heads and each of 3 others' dk and dv of its one KV head
-    gradients = 4 * (6 + 3 * 2) * HEAD
-    assert received("ulysses", 16, 4, True) == [{"dout": 12 * 2 * HEAD, "dqkv": gradients}] * 4
-
-
 def test_usp_is_an_all_to_all_inside_and_a_ring_of_fewer_kv_heads_across():
     # 4 tokens a rank, groups of 2. In: of 4 others' tokens 4 query heads and one KV head, k and v; back 4 heads.
     # Across, groups hold 8 tokens: zigzag's first gets all 8 of the later one, the second half of the earlier one's
@@ -74,18 +64,6 @@ def test_llama3_gathers_all_other_slices_and_brings_home_what_was_needed():
     assert received("llama3", (6, 10), 4) == [{"kv": 12 * KV}] * 4
     home = [4, 2 + 2, 4, 0]
     assert received("llama3", (6, 10), 4, True) == without_zeros({"kv": 12 * KV, "dkv": n * KV} for n in home)
-
-
-def test_stripe_brings_every_shard_but_for_the_last_token_of_later_ranks():
-    # shards of 4: from earlier ranks all, from later ranks all but the last
-    assert [r["kv"] // KV for r in received("stripe", 16, 4)] == [9, 4 + 6, 8 + 3, 12]
-    assert [r["dkv"] // KV for r in received("stripe", 16, 4, True)] == [12, 8 + 3, 4 + 6, 9]
-
-
-def test_ring_decode_receives_all_keys_but_its_own():
-    # shards of 3, 3, 3 and 1, and of 2, 2, 1 and none
-    assert received("ring_decode", 10, 4, mask=FULL, q_tokens=1) == [{"kv": n * KV} for n in (7, 7, 7, 9)]
-    assert received("ring_decode", 5, 4, mask=FULL, q_tokens=1) == [{"kv": n * KV} for n in (3, 3, 4, 5)]
 
 
 @pytest.mark.parametrize(

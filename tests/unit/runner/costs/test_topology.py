@@ -54,15 +54,3 @@ def test_a_transfer_names_the_ranks_that_all_its_bytes_come_from(name):
                 assert sum(size for _, size in transfer.sources) == transfer.bytes
                 assert rank not in dict(transfer.sources)
     assert moves > 4
-
-
-def test_ulysses_within_a_node_keeps_its_exchange_there_and_its_ring_between_nodes():
-    usp = VARIANTS["usp"]
-    problem = usp.problem((0, 1024), 8, CAUSAL, {"ulysses_size": 4})
-    (forward,) = dry_run(usp, problem, SHAPES, {"ulysses_size": 4}, rank=5, pulls=True)
-    exchanged, ring = (
-        [e.transfer for e in forward.events if e.kind == "pull" and (e.phase == "kv") == of_ring]
-        for of_ring in (False, True)
-    )
-    assert {other for t in exchanged for other, _ in t.sources} == {4, 6, 7}
-    assert {other for t in ring for other, _ in t.sources} == {1}
