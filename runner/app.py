@@ -23,7 +23,7 @@ from runner.config.resolve import identity, run_name, series, usable_gpus
 from runner.config.values import InvalidConfig, UnsupportedHere, plain, redacted
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
-from runner.launch.pool import Pool
+from runner.launch.worlds import Pool
 from runner.measure import metrics, ncu
 from runner.output import display, results, summary
 from runner.output.fields import Rounds

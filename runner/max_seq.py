@@ -20,7 +20,7 @@ from runner import app, environment, plan
 from runner.config import folders, overrides, resolve
 from runner.config.experiment import Experiment
 from runner.config.values import InvalidConfig, UnsupportedHere
-from runner.launch.pool import Pool
+from runner.launch.worlds import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import commands, results, terminal

@@ -28,8 +28,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from runner.launch.files import WorldSpec  # noqa: E402
 from runner.launch.outcome import Outcome  # noqa: E402
-from runner.launch.pool import Pool  # noqa: E402
 from runner.launch.processes import cores  # noqa: E402
+from runner.launch.worlds import Pool  # noqa: E402
 from tests.support.cpu import spent  # noqa: E402
 from tests.support.gpus import shared  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402

@@ -27,8 +27,8 @@ from tests.support.strides import STRIDES
 
 if TYPE_CHECKING:
     from attention.masks import Mask
-    from runner.launch.pool import Pool
     from runner.launch.rank import Rank
+    from runner.launch.worlds import Pool
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS = {

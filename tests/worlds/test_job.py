@@ -65,7 +65,7 @@ def test_what_a_call_has_beyond_plain_attention_is_checked_counted_and_in_the_ba
 @pytest.mark.slow
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit():
     """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
-    from runner.launch.pool import Pool
+    from runner.launch.worlds import Pool
 
     with Pool() as pool:
         outcome = measured(pool, 2, "batch=1", "launch.fault=0:baseline:hang", timeout_s=5.0)

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from runner.launch.files import Part, WorldFiles, WorldSpec
-from runner.launch.pool import Pool
-from runner.launch.worlds import World
+from runner.launch.worlds import Pool, World
 from tests.jobs import faults
 
 TWO = WorldSpec(2, "cpu")
