@@ -36,17 +36,6 @@ def test_the_fastest_of_each_workload_and_by_how_much(tmp_path):
     ]
 
 
-def test_who_is_fastest_may_change_with_the_length(tmp_path):
-    pairs = ((8192, 2.0, 4.0), (16384, 6.0, 5.0))
-    values = [
-        result(name, ms, seq_len=s) for s, *two in pairs for name, ms in zip(("ring", "zigzag"), two, strict=True)
-    ]
-    assert texts(runs(tmp_path, *values), "fastest") == [
-        "ring is the fastest at S = 8,192: the next takes 2.00 times as long.",
-        "zigzag is the fastest at S = 16,384: the next takes 1.20 times as long.",
-    ]
-
-
 @pytest.mark.parametrize("share", [0.02, 0.2])
 def test_medians_whose_spreads_overlap_are_not_told_apart(tmp_path, share):
     values = [spreading(result(name, ms), share) for name, ms in (("ring", 2.2), ("zigzag", 2.0), ("ulysses", 9.0))]

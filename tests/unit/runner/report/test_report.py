@@ -87,7 +87,6 @@ def test_a_comparison_has_a_row_a_workload_the_best_marked_and_what_failed_with_
         ["8,192", "6.000", "**4.500**", "9.000", "12.00", "unsupported", ratio],
         ["131,072", "1536", "**1152**", "2304", "oom", "unsupported", ratio],
     ]
-    assert compared(found, "forward")["8,192"][1] == "**1.500**"
     assert sorted(filter(None, cells(runs_table(found), "status"))) == ["oom", "unsupported", "unsupported"]
     text = runs_table(found).markdown()
     assert "- unsupported, transformer_engine (2 runs): not installed" in text
@@ -107,13 +106,6 @@ def test_a_speedup_over_a_noisy_baseline_is_marked(runs):
     noisy = {"iqr_over_median": {"total": 0.3}, "extrapolated": True}
     table = runs_table(runs(result("ring", 2, baseline=base), result("zigzag", 2, baseline=base | noisy)))
     assert cells(table, "speedup") == ["2.00", "2.00*!"] and NOISY in table.notes
-
-
-def test_rates_back_to_back_are_compared(runs):
-    both = runs(result("zigzag", 1.0, back_to_back_ms=2.0), result("torch_cp", 0.5, back_to_back_ms=2.5))
-    assert compared(both, "back_to_back") == {"32,768": ["**2.000**", "2.500", "1.25 (torch_cp / zigzag)"]}
-    without = runs(result("zigzag", 1.0), result("rfa_zigzag", None, status="oom"))
-    assert compared(without, "back_to_back") == {"32,768": ["", "oom", ""]}
 
 
 @pytest.mark.parametrize(
@@ -173,13 +165,6 @@ def test_kernels_and_options_that_were_asked_for_are_columns_or_rows(runs):
     assert {row: texts[:2] for row, texts in compared(runs(*zigzag, *rfa)).items()} == {
         "flash2": ["**9.000**", "18.00"], "flash4": ["**3.000**", "4.500"],
     }  # fmt: skip
-
-
-def test_of_a_run_done_twice_the_comparison_has_the_later_one(runs):
-    found = runs(result("ring", 2, started_at=2.0), result("ring", 1, started_at=1.0))
-    table = comparison_table(found)
-    assert table.rows == [["32,768", "**6.000**"]] and "1 earlier run left out" in table.notes[0]
-    assert len(runs_table(found).rows) == 2
 
 
 def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(runs):
@@ -278,20 +263,6 @@ def test_a_report_is_markdown_pictures_and_a_page_that_needs_no_network(tmp_path
     assert page.count('class="chart"') == len(pictures) and "NVIDIA H200" in page and "rank 2 ran out of memory" in page
 
 
-@needs_charts
-def test_a_tree_of_sweeps_has_a_part_for_each_or_one_for_all(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path / "a", result("ring", 3), result("zigzag", 2))
-    written(tmp_path / "b", result("torch_cp", 4))
-    assert report.main([str(tmp_path)]) == 0
-    text = (tmp_path / "report.md").read_text()
-    assert "## a\n" in text and "## b\n" in text and "fastest external" not in text
-    assert (tmp_path / "a_time.png").exists() and (tmp_path / "b_time.png").exists()
-    assert report.main([str(tmp_path / "a"), str(tmp_path / "b"), "--together"]) == 0
-    (made,) = tmp_path.glob("outputs/report-*/report.md")  # of several folders, none is the report's
-    assert "fastest external / fastest of ours" in made.read_text() and not (tmp_path / "a" / "report.md").exists()
-
-
 def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts(tmp_path):
     speed(tmp_path / "speed")
     (tmp_path / "N.md").write_text("<!-- report:x -->\n<!-- /report:x -->\n")
@@ -340,7 +311,6 @@ def test_a_section_is_replaced_and_nothing_else_again_and_again(tmp_path, monkey
             ["speed", "--into", "R.md", "--section", "c"],
             "must have <!-- report:c --> and after it <!-- /report:c --> once",
         ),
-        (["speed", "--into", "R.md"], "belong together"),
         (
             ["speed", "--into", "R.md", "--section", "a", "--where", "seq_len=8192", "--chart", "efficiency"],
             "nothing for it",
