@@ -191,13 +191,6 @@ class Correctness(Part):
     tolerance: dict[str, float]
 
 
-class DoBench(Part):
-    ours_ms: float
-    do_bench_ms: float
-    ours_turns_ms: list[float]
-    do_bench_turns_ms: list[float]
-
-
 class Counters(Part):
     tool: str | None
     unavailable: str | None
@@ -234,7 +227,6 @@ class Timing(Part):
     overhead_ms: float = 0.0  # the time measured for an empty region
     overhead_share: float = 0.0  # of the shortest pass
     overhead_high: bool = False
-    do_bench: dict[str, DoBench]
     counters: Counters | None
     rounds: Rounds
 

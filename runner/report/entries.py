@@ -85,7 +85,7 @@ def columns(runs: Sequence[Run], sweeps: Sequence[str], out: Path) -> list[dict[
 
 def changed(config: Mapping[str, Any]) -> list[str]:
     """The keys of a configuration whose values differ from the defaults: those of the schema and of the chosen groups' files. `auto`
-    and `none` are the members that a group has by default."""
+    and `none` are the members that a group has by default; an option of earlier versions was off by `false`."""
     defaults = dict(_schema())
     for group in GROUPS:
         value = config.get(group)
@@ -94,7 +94,7 @@ def changed(config: Mapping[str, Any]) -> list[str]:
     return [
         key
         for key, text in flat(config).items()
-        if defaults.get(key, text if text in ("auto", "none") else None) != text
+        if defaults.get(key, text if text in ("auto", "none", "false") else None) != text
     ]
 
 

@@ -93,7 +93,6 @@ def _measured(runs: Sequence[Run]) -> Columns:
         "tokens/s": lambda run: f"{run.row['tokens_per_s']:,.0f}" if run.result.model else "",
         "loss": _loss,
         RATIO: lambda run: f"{trained[run]:.2f}" if run in trained else "",
-        **{f"{which} ms against do_bench's": partial(_do_bench, which) for which in PASSES[:2]},
     }
     return {title: [text(run) if run.ok else "" for run in runs] for title, text in texts.items()}
 
@@ -112,11 +111,6 @@ def _exposed(which: str, run: Run) -> str:
 def _loss(run: Run) -> str:
     curve = run.result.model.loss_curve if run.result.model else []
     return f"{curve[0]:.4f} to {curve[-1]:.4f} ({len(curve)} steps)" if curve else ""
-
-
-def _do_bench(which: str, run: Run) -> str:
-    both = run.result.timing.do_bench.get(which) if run.result.timing else None
-    return f"{digits(both.ours_ms)} against {digits(both.do_bench_ms)}" if both else ""
 
 
 def _training_ratios(runs: Sequence[Run]) -> dict[Run, float]:
