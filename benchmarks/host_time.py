@@ -122,7 +122,7 @@ def compared(run: Attention, inputs: list[Tensor], kernel: str) -> Iterator[str]
         yield f"{what:14} {ours_us:8.1f} µs, {len(calls)} raw {theirs_us:8.1f} µs, ratio {ours_us / theirs_us:5.2f}"
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     on_gpu, world = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
     parser.add_argument("variants", nargs="*", default=["dense"] if world == 1 else ["zigzag", "ulysses"])
@@ -150,7 +150,3 @@ def main() -> None:
                 print(variant, line, sep="\t")
     if world > 1:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

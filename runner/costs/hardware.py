@@ -70,9 +70,7 @@ PULLED: dict[Pattern, tuple[str, str]] = {
     "one": ("symm", "pull"), "all": ("symm", "pull_all"), "gather": ("symm", "pull_all"), "slots": ("symm", "slots"),
     "reduce": ("nccl", "all_gather"),
 }  # fmt: skip
-SENT: dict[Pattern, str] = {
-    "one": "p2p", "all": "p2p", "gather": "all_gather", "slots": "all_gather", "reduce": "all_gather"
-}  # fmt: skip
+SENT: dict[Pattern, str] = {"one": "p2p", "all": "p2p"}  # and the collectives as an all-gather
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ class Machine:
         return (Speed(self.fallback.tflops * 1e12),) * 2
 
     def link(self, transport: str, pattern: Pattern, world: int) -> Link:
-        row = PULLED[pattern] if transport == "symm" else (transport, SENT[pattern])
+        row = PULLED[pattern] if transport == "symm" else (transport, SENT.get(pattern, "all_gather"))
         return links.find(self.links, self.gpu, world, *row) or self.fallback.link
 
     def moving(self, transport: str, transfer: Transfer, rank: int, world: int) -> float:

@@ -55,7 +55,7 @@ class Heads(nn.Module):
         self.v = linear(config.hidden, config.key_heads * config.value_dim)
 
     def forward(self, x: Tensor, memory: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k = (each.unflatten(-1, (-1, self.dim)) for each in (self.q(x), self.k(memory)))
+        q, k = (heads.unflatten(-1, (-1, self.dim)) for heads in (self.q(x), self.k(memory)))
         if self.base is not None:
             q, k = rotate(q, positions, self.base), rotate(k, positions, self.base)
         return q, k, self.v(memory).unflatten(-1, (-1, self.value_dim))
