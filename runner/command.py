@@ -177,8 +177,12 @@ def verdicts(folder: Path) -> list[str]:
 
     runs = sorted(map(Run.of, reader.read_results(folder)[0]), key=lambda run: run.environment.started_at)
     asked = [[text for text in run.environment.overrides if not text.startswith(WHERE)] for run in runs]
-    order = next((str(run.result.config.get("order")) for run in runs), rounds.SEQUENTIAL)
-    pairs = [pair for pair in rounds.groups(asked, order) if len(pair) == 2 and any(_in_turns(runs[i]) for i in pair)]
+    _, _, key = next((str(run.result.config.get("order")) for run in runs), "").partition(":")
+    pairs = [
+        pair
+        for pair in rounds.alike(asked, [key] if key else rounds.COMPARED)
+        if len(pair) == 2 and any(_in_turns(runs[i]) for i in pair)
+    ]
     shared = [{*asked[i]} & {*asked[j]} for i, j in pairs]
     common = set.intersection(*shared) if shared else set()
     lines = []

@@ -49,10 +49,14 @@ def groups(jobs: Sequence[Sequence[str]], order: str) -> list[list[int]]:
     order=interleaved:KEY, in this key. jobs: the overrides of each. The groups are in the order of their first jobs."""
     if order == SEQUENTIAL:
         return [[i] for i in range(len(jobs))]
-    compared = (*COMPARED, *order.split(":")[1:])
+    return alike(jobs, (*COMPARED, *order.split(":")[1:]))
+
+
+def alike(jobs: Sequence[Sequence[str]], keys: Sequence[str]) -> list[list[int]]:
+    """Groups of jobs whose overrides differ only in these keys, as `groups`."""
     by_rest: dict[tuple[str, ...], list[int]] = {}
     for index, overrides in enumerate(jobs):
-        rest = tuple(text for text in overrides if not _key(text).startswith(tuple(f"{key}." for key in compared)))
+        rest = tuple(text for text in overrides if not _key(text).startswith(tuple(f"{key}." for key in keys)))
         by_rest.setdefault(rest, []).append(index)
     return list(by_rest.values())
 

@@ -35,6 +35,7 @@ def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float],
     value["timing"] |= of_ranks(samples, 0.0)
     value["timing"]["rounds"] = {"done": 3, "of": 3, "drift": {}, "by_round": []}
     value["environment"]["started_at"] = float(seed)
+    value["config"]["order"] = "interleaved:kernel"
     value["environment"]["overrides"] = [f"seq_len={seq_len}", f"kernel={kernel}", "order=interleaved"]
     write(folder / value["name"], value)
     results.write_samples(folder / value["name"] / "samples.parquet", samples, [7] * len(clocks))
