@@ -181,6 +181,11 @@ def exact_matmul() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _by_key(**sums: Tensor) -> dict[str, Tensor]:
+    """`[Hk, keys, .]` as `[keys, Hk, .]`."""
+    return {name: x.transpose(0, 1).contiguous() for name, x in sums.items()}
+
+
 @exact_matmul()
 def attend(
     q: Tensor,
@@ -241,8 +246,7 @@ def attend(
     values = {name: torch.cat(chunks) for name, chunks in by_chunk.items()}
     if dout is not None:
         dv2, dk2 = dkv2.split(1, -1)
-        sums = {"dk": dk, "dk2": dk2 * vv * unit, "dv": dv, "dv2": dv2}
-        values |= {name: x.transpose(0, 1).contiguous() for name, x in sums.items()}
+        values |= _by_key(dk=dk, dk2=dk2 * vv * unit, dv=dv, dv2=dv2)
         if sinks is not None:
             values |= dict(zip(("dsinks", "dsinks2"), dsinks.view(2, 1, -1, 1), strict=True))
     return Reference(values, least)
