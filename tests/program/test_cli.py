@@ -30,7 +30,6 @@ def test_the_exit_status_is_zero_when_none_failed_and_a_run_is_ok_or_there_was_n
     assert exit_status(["ok", "crash"], until_limit=True) == exit_status(["oom"], until_limit=True) == 1
 
 
-@pytest.mark.slow
 def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     # raises and kills are provoked in one rank each; runs after them get a fresh world
     swept = ["attention=zigzag,ring", "causal=false", "launch.fault=null,1:timing:raise,0:check_variant:kill"]
@@ -95,7 +94,6 @@ def test_a_working_folder_that_was_removed_is_one_line(tmp_path):
     assert done.returncode == 1 and done.stderr.count("\n") == 1 and "working folder was removed" in done.stderr
 
 
-@pytest.mark.slow
 def test_a_file_that_cannot_be_written_whole_ends_the_run_with_one_clear_line(tmp_path):
     """What a full disk does: no file may be longer than 10 KiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10240, 10240))  # noqa: E731
@@ -106,7 +104,6 @@ def test_a_file_that_cannot_be_written_whole_ends_the_run_with_one_clear_line(tm
     assert not list(tmp_path.rglob("*result.json*")) and not started_by(tmp_path)
 
 
-@pytest.mark.slow
 def test_output_whose_reader_leaves_ends_no_run_and_a_full_disk_is_one_line(tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
@@ -127,7 +124,6 @@ def started(tmp_path, *options, before=(), **variables):
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_sweep_that_is_interrupted_again_and_again_keeps_what_is_finished_and_goes_on_when_resumed(tmp_path):
     with tempfile.TemporaryDirectory() as worlds:  # a short path, for there are sockets in it
         swept = "attention=dense,ring,zigzag", "timing.timing_runs=200", *QUICK
@@ -184,7 +180,6 @@ def test_interrupting_the_program_while_it_imports_is_one_line(tmp_path):
     assert program.returncode == 130 and "interrupted; nothing was started" in said and "Traceback" not in said
 
 
-@pytest.mark.slow
 def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_path):
     (tmp_path / "attention").mkdir()
     for name in ("attention/__init__.py", "conf.py"):  # a training repository's

@@ -6,14 +6,11 @@ import shlex
 import subprocess
 import sys
 
-import pytest
-
 from tests.support.paths import ROOT
 
 README, READING = ((ROOT / name).read_text() for name in ("README.md", "docs/reading.md"))
 
 
-@pytest.mark.slow
 def test_the_first_command_of_the_readme_is_a_checked_and_timed_run(tmp_path):
     (first,) = re.findall(r"^pip install -e \. && python (-m runner)\b", README, re.MULTILINE)
     command = [sys.executable, *shlex.split(first)]

@@ -23,7 +23,6 @@ LAUNCHERS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "options"), LAUNCHERS)
 def test_the_runs_of_another_launcher_are_one_sweep(tmp_path, launcher, options):
     given = [f"hydra/launcher={launcher}", *options, "attention=ring,dense", "world_size=1"]
@@ -37,7 +36,6 @@ def test_the_runs_of_another_launcher_are_one_sweep(tmp_path, launcher, options)
     assert "Sweep: " in done.stdout
 
 
-@pytest.mark.slow
 @installed("hydra_submitit_launcher")
 def test_the_tasks_of_one_submitit_job_are_one_world(tmp_path):
     given = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "attention=ring"]

@@ -106,7 +106,6 @@ def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_
     assert "without all their rounds: ring" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_compared_runs_take_turns_one_that_crashes_harms_no_other_and_there_is_a_verdict(tmp_path):
     swept = ["ab=launch.fault:null,'1:timing:raise'", "attention=ring,zigzag", "timing.timing_runs=7"]
     done = run(tmp_path, *swept, *SIZES, small=False)
@@ -138,7 +137,6 @@ def test_compared_runs_take_turns_one_that_crashes_harms_no_other_and_there_is_a
     assert [this for _, this, _ in sorted(turns)] == [0, 0, 1, 1, 2, 2]  # none ran two rounds in a row before the other
 
 
-@pytest.mark.slow
 def test_a_sweep_that_lacks_rounds_is_resumed_by_its_folder_and_a_round_that_crashes_leaves_no_times(
     tmp_path, pool, monkeypatch
 ):

@@ -40,7 +40,6 @@ def surroundings():
     return handlers, os.getcwd(), threading.enumerate(), dict(os.environ), GlobalHydra.instance().hydra
 
 
-@pytest.mark.slow
 def test_a_run_gives_its_typed_result_and_leaves_the_caller_as_it_was(here, capsys):
     with initialize_config_module("runner.conf", version_base="1.3"):  # a Hydra program of the caller's
         before = surroundings()

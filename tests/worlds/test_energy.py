@@ -40,7 +40,6 @@ def test_the_energy_of_a_call_is_that_of_all_gpus_and_a_counter_that_could_not_b
     assert lacking == {"unavailable": "the counter of rank 1's GPU changed too seldom in 2.0 s"}
 
 
-@pytest.mark.slow
 def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
     plain = resolved(*SIZES, *SHORT, "world_size=2").plain()
     arguments = {"experiment": plain, "watts": [200.0, 100.0], "period_s": 0.05}

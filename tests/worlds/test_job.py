@@ -15,7 +15,6 @@ def measured(pool, world_size, *overrides, seed=7, **options):
     return pool.get(WorldSpec(world_size, "cpu")).call("runner.job:run", arguments, **options)
 
 
-@pytest.mark.slow
 def test_equal_runs_in_one_world_take_equally_much_memory(pool):
     """What earlier runs left, such as references of other seeds that are kept, is no part of a run's own."""
     peaks = []
@@ -62,7 +61,6 @@ def test_what_a_call_has_beyond_plain_attention_is_checked_counted_and_in_the_ba
     assert outcome.result["baseline"]["kernel"] == "math" and "speedup" in outcome.result["baseline"]
 
 
-@pytest.mark.slow
 def test_a_rank_that_hangs_in_the_baseline_is_named_within_the_usual_limit():
     """Only rank 0 works there: the others are waiting, and as such never late by themselves."""
     from runner.launch.worlds import Pool

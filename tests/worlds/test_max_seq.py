@@ -54,7 +54,6 @@ def test_the_predicted_peak_of_a_forward_is_within_10_percent_of_a_process(world
     assert needed_bytes(spec, "sdpa_flash") / 2**20 == pytest.approx(mib, rel=0.1)
 
 
-@pytest.mark.slow
 def test_the_longest_sequence_is_near_the_prediction(pool, tmp_path):
     (row,) = max_seq.search(DENSE, pool, tmp_path)
     assert (row.status, row.reason, row.limit) == ("ok", None, 2**26)

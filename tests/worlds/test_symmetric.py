@@ -5,7 +5,6 @@ import pytest
 from tests.jobs import shared_memory, training
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "calls"), [("zigzag", 110), ("ulysses", 60)])
 def test_many_calls_of_changing_shapes_stay_right_and_hold_no_more_memory(in_world, name, calls):
     found = in_world(shared_memory.many_calls, 2, name=name, calls=calls, transport="symm")
@@ -42,7 +41,6 @@ def test_a_rank_without_shared_memory_makes_every_rank_fall_back_for_the_same_re
     assert found["error"] < 1e-6
 
 
-@pytest.mark.slow
 def test_shared_memory_that_cannot_grow_on_one_rank_is_an_error_on_every_rank(in_world):
     found = in_world(shared_memory.outgrown, 3, failing=1, timeout_s=30)
     (said,) = set(found["messages"])

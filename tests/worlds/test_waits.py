@@ -23,7 +23,6 @@ LIMIT_S = 1.0
 SOON_S = 60  # a busy machine's seconds; for ever is what it must not be
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("doing, which", [("raises", "forward"), ("hangs", "backward"), ("calls_another", "forward")])
 def test_a_rank_that_does_not_come_ends_the_others_by_the_groups_timeout(in_world, doing, which):
     first, second = in_world(shared_memory.left_waiting, 2, doing=doing, which=which, limit_s=LIMIT_S)
@@ -59,7 +58,6 @@ for _ in range(3):
 """
 
 
-@pytest.mark.slow
 def test_a_rank_whose_process_is_gone_is_not_waited_for(tmp_path):
     """Long before the timeout, which is half an hour here, and though nobody has asked for its exit status yet."""
     command = [sys.executable, "-c", EXITS]

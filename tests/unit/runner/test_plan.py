@@ -67,7 +67,6 @@ def test_a_single_run_is_planned_too(planned, capsys):
     assert run.state == "invalid" and "cores, which take at most" in run.reason
 
 
-@pytest.mark.slow
 def test_a_resumed_sweep_keeps_what_is_ok_with_all_its_rounds(planned, tmp_path):
     for variant, done in (("ring", 3), ("zigzag", 1), ("ulysses", 3)):
         cfg = configured(*CPU, f"attention={variant}")

@@ -4,8 +4,6 @@ words that the guide reads in what a run prints."""
 import re
 import shlex
 
-import pytest
-
 from runner import catalog, command, compare, pack
 from runner.__main__ import split
 from runner.config import overrides
@@ -30,7 +28,6 @@ def commands() -> list[tuple[str, list[str]]]:
     return [(module, shlex.split(arguments)) for module, arguments in found]
 
 
-@pytest.mark.slow
 def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
     assert len(commands()) >= 70
     for module, arguments in commands():

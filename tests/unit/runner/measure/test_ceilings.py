@@ -24,7 +24,6 @@ def test_a_file_that_is_none_is_measured_anew(tmp_path):
         assert ceilings_file.read(tmp_path / "x") is None
 
 
-@pytest.mark.slow
 def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_world, tmp_path):
     spec = resolved(
         "attention=ring", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "world_size=2", "dtype=fp32",
