@@ -66,7 +66,7 @@ def test_every_column_is_explained():
 
 def test_every_row_of_the_troubleshooting_page_has_a_whole_command():
     rows = [line for line in PAGES["troubleshooting.md"].splitlines() if line.startswith("| ")][1:]
-    assert len(rows) >= 15
+    assert len(rows) >= 10
     for row in rows:
         spans = re.findall(r"`([^`]+)`", row.split("|", 2)[2])
         whole = ("python ", "pip install ", "pytest ", "ls ", "nvidia-smi ", "TMPDIR=", "XDG_CACHE_HOME=")
