@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("sweeps", nargs="+", type=Path, metavar="SWEEP", help="a sweep's folder")
     add("--into", type=Path, metavar="DIR", help="DIR/<the sweep's name> (default: the sweep's folder)")
-    add("--remove", action="store_true", help="delete the folders of the packed runs, and summary.csv")
+    add("--remove", action="store_true", help="delete the folders of the packed runs, and summary.csv and .parquet")
     return parser
 
 
@@ -125,7 +125,7 @@ def remove(sweep: Path, runs: Iterable[Result]) -> None:
     """Delete the folders of the packed runs, and the summaries that results.parquet repeats."""
     for run in runs:
         shutil.rmtree(run.folder)
-    for name in ("summary.csv", "multirun.yaml"):
+    for name in ("summary.csv", "summary.parquet", "multirun.yaml"):
         (sweep / name).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""The summary of a sweep: a flat row for each run, as summary.csv and summary.md."""
+"""The summary of a sweep: a flat row for each run, as summary.csv, summary.parquet and summary.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from runner.output.columns import KEYS, TABLE, Column, differ, row
 from runner.output.reader import read_results, report_problems
 from runner.output.record import Result
-from runner.output.results import write_csv, write_text
+from runner.output.results import replacing, write_csv, write_text
 from runner.output.table import Table
 
 # the column that tells the values of a key apart, where it has another name
@@ -65,10 +65,15 @@ def _settings(found: list[Result], rows: list[dict[str, Any]]) -> list[str | Non
 
 
 def summarize_sweep(folder: Path) -> list[dict[str, Any]]:
-    """Write summary.csv and summary.md from the results in a sweep's folder; returns the rows."""
+    """Write summary.csv, summary.parquet and summary.md from the results in a sweep's folder; returns the rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     rows = sweep_rows(folder)
     if rows:
         write_csv(folder / "summary.csv", rows, KEYS)
+        with replacing(folder / "summary.parquet") as scratch:
+            pq.write_table(pa.Table.from_pylist(rows), scratch)
         write_text(folder / "summary.md", markdown(rows))
     return rows
 

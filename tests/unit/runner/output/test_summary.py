@@ -53,10 +53,10 @@ def test_a_sweeps_files_have_a_row_for_every_run_the_failed_ones_with_their_reas
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "result.json").write_text('{"status":')
     assert [cells["name"] for cells in summary.summarize_sweep(tmp_path)] == ["b", "a"]  # in the order of the runs
-    table = pd.read_csv(tmp_path / "summary.csv")
-    assert list(table.columns) == list(columns.KEYS)
-    assert list(table["status"]) == ["oom", "ok"] and table["reason"][0] == "rank 1: 3 GiB asked"
-    assert table["total_ms"][1] == 14 and pd.isna(table["total_ms"][0])
+    for table in (pd.read_csv(tmp_path / "summary.csv"), pd.read_parquet(tmp_path / "summary.parquet")):
+        assert list(table.columns) == list(columns.KEYS)
+        assert list(table["status"]) == ["oom", "ok"] and table["reason"][0] == "rank 1: 3 GiB asked"
+        assert table["total_ms"][1] == 14 and pd.isna(table["total_ms"][0])
     lines = (tmp_path / "summary.md").read_text().splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "- `b`: oom: rank 1: 3 GiB asked" in lines
