@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from math import isclose
+from statistics import median
 
 from runner.measure.statistics import PassTimes, Rounds, ratio_interval
 from runner.output.record import Result
@@ -41,7 +43,7 @@ def speed(a: Run, b: Run, which: str, tolerance: float, paired: bool = False) ->
         return Verdict.EVEN, None
     if after is None:
         return Verdict.UNTIMED, None
-    old, new = (samples_of(run.result).get(which if which in run.passes else "forward", []) for run in (a, b))
+    old, new = _rounds(a, which, before), _rounds(b, which, after)
     ratio = ratio_interval(old, new, paired) if old and new else _of_intervals(before, after)
     return verdict(ratio, tolerance), ratio
 
@@ -65,6 +67,12 @@ def _of_intervals(a: PassTimes, b: PassTimes) -> Interval | None:
     return b.ci95[0] / a.ci95[1], b.ci95[1] / a.ci95[0]
 
 
+def _rounds(run: Run, which: str, times: PassTimes) -> Rounds:
+    """The samples of a pass; none where their median is not that of the result: they are of another run."""
+    rounds = samples_of(run.result).get(which if which in run.passes else "forward", [])
+    return rounds if rounds and isclose(median(ms for one in rounds for ms in one), times.median) else []
+
+
 def samples_of(run: Result) -> dict[str, Rounds]:
     """By pass and round, the ms of the slowest rank in each iteration; empty where the run has no samples that can be
     read, or not the same number of each rank and pass."""
@@ -72,6 +80,7 @@ def samples_of(run: Result) -> dict[str, Rounds]:
 
     try:
         samples = pd.DataFrame(table_of(run, "samples"))
+        samples["round"] = samples.get("round", samples["ms"] * 0).fillna(0)  # older packed sweeps have none
         wide = samples.pivot(index=["round", "iteration"], columns=["pass", "rank"], values="ms")
     except (KeyError, ValueError):
         return {}

@@ -5,6 +5,7 @@ import subprocess
 from itertools import pairwise
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from runner import compare, pack
@@ -83,6 +84,17 @@ def test_a_planted_change_is_found_and_noise_is_not_called_one(tmp_path, compare
     assert ("(B/A " in said) == (expected != "even")
     pack.pack(b, b)
     assert compared(str(a), str(b)) == (status, said)  # packed too
+
+
+def test_samples_without_rounds_count_and_those_of_another_run_do_not(tmp_path, compared):
+    a, b = sampled(tmp_path / "a", 10, 0.01, 1), sampled(tmp_path / "b", 12, 0.01, 2)
+    said = compared(str(a), str(b))
+    (path,) = a.glob("*/samples.parquet")
+    (theirs,) = b.glob("*/samples.parquet")
+    pd.read_parquet(path).drop(columns="round").to_parquet(path)  # as in older packed sweeps
+    assert compared(str(a), str(b)) == said
+    path.write_bytes(theirs.read_bytes())
+    assert compared(str(a), str(b))[0] == said[0] == 1
 
 
 @pytest.mark.parametrize("n", [6, 20])
