@@ -52,7 +52,8 @@ class Prepared(NamedTuple):
 
 class Plans(dict[CallSpec, Plan]):
     """A function's plans by their calls, and `prepared` calls by keys that are cheap to make: a call is checked once, and a later one
-    with an equal key has the same plan. Beyond `MOST_PLANS`, or `MOST_PACKED_PLANS`, the plan of the kind that was used least recently is dropped."""
+    with an equal key has the same plan. Beyond `MOST_PLANS`, or `MOST_PACKED_PLANS`, the plan of the kind that was used least
+    recently is dropped."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -132,7 +132,7 @@ def plan_steps(problem: Problem, rank: int, like: Call, packed: bool, device: to
     for i, step in enumerate(steps(problem, rank)):
         alike = id(step.blocks)
         if alike not in known:
-            known[alike] = (*_calls(step, like, packed, device),)
+            known[alike] = tuple(_calls(step, like, packed, device))
         planned.append(PlannedStep(step.owner, step.keys, length(step.keys), known[alike], routes[i], most[i]))
     return tuple(planned)
 
