@@ -31,7 +31,7 @@ from runner.config import folders
 from runner.config.values import InvalidConfig, message
 from runner.output import columns, reader, terminal
 from runner.output.reader import UnreadableFile
-from runner.output.record import Result
+from runner.record.result import Result
 
 if TYPE_CHECKING:
     import pandas as pd

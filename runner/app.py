@@ -26,9 +26,9 @@ from runner.launch.outcome import Outcome
 from runner.launch.worlds import Pool
 from runner.measure import metrics, ncu
 from runner.output import display, results, summary
-from runner.output.fields import Rounds
-from runner.output.record import Result
 from runner.output.terminal import seconds
+from runner.record.fields import Rounds
+from runner.record.result import Result
 
 LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
 

@@ -24,8 +24,8 @@ from runner.launch.worlds import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import commands, results, terminal
-from runner.output.fields import Memory
-from runner.output.parsing import parsed
+from runner.record.fields import Memory
+from runner.record.parsing import parsed
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
 TOKENS = 128  # of a rank: lengths are multiples of it times the world size

@@ -24,10 +24,10 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from runner.output import commands, reader, summary
-from runner.output.record import Result
 from runner.output.results import replacing, write_text
 from runner.output.run_tables import TABLES, completed, read_table
 from runner.reading import read_parquet
+from runner.record.result import Result
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

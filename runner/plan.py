@@ -22,8 +22,8 @@ from runner.launch.processes import cores
 from runner.measure import duration, metrics
 from runner.output import reader, terminal
 from runner.output.reader import UnreadableFile
-from runner.output.record import Result
 from runner.peers import everything, missing
+from runner.record.result import Result
 
 KEPT = "kept"  # the state of a run that resume=true keeps
 TO_DO = "to do"

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.config.values import redacted
 from runner.output.columns import COLUMNS, row
-from runner.output.record import Result
+from runner.record.result import Result
 
 
 def track(result: Result) -> str | None:

@@ -6,59 +6,24 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain, pairwise
 from statistics import fmean, median, stdev
 from typing import Any
 
 import numpy as np
 
+from runner.record.fields import NOISY, PassTimes
+
 Fields = dict[str, Any]  # of a result, as in result.json
 Samples = dict[str, list[float]]  # pass -> ms of each iteration, of one rank
 Rounds = Sequence[Sequence[float]]  # ms, by round
-NOISY = 0.05  # IQR over median
 TREND = 0.02  # a trend must change the samples by this share of the median
 TREND_CHANCE = 0.01  # the significance of a trend
 TREND_SAMPLES = 6  # the fewest samples that can show a trend
 OVERHEAD = 0.01  # share of the shortest pass above which timing overhead is reported
 INTERVAL_SAMPLES = 6  # the fewest with a 95% interval: the median lies outside all 6 with probability 2**-5
 MOST_CORRELATED = 0.95  # of neighbouring samples, for `dependence`
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassTimes:
-    """The summary of a pass's samples, ms, as in result.json. Results of earlier versions may lack what has a default."""
-
-    n: int
-    median: float
-    iqr_over_median: float
-    noisy: bool
-    trend: bool = False  # samples rose or fell while they were taken (`trend`)
-    p10: float | None = None
-    p90: float | None = None
-    min: float | None = None
-    max: float | None = None
-    mean: float | None = None
-    std: float | None = None
-    ci95: tuple[float, float] | None = None  # of the median, by order statistics
-    outliers: int | None = None  # beyond 1.5 IQR of the quartiles (Tukey)
-
-    @property
-    def text(self) -> str:
-        """The median in ms, with `!` where it is noisy."""
-        return f"{digits(self.median, self.noisy)}{'!' if self.noisy else ''}"
-
-    @property
-    def spread(self) -> str:
-        """IQR / median, with `!` where it is noisy and `~` where there is a trend."""
-        return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
-
-
-def digits(value: float, noisy: bool = False) -> str:
-    """A time or rate with four digits, or with the two that noise leaves; at most three after the point, and all those before
-    it."""
-    places = (1 if noisy else 3) - (math.floor(math.log10(value)) if value else 0)
-    return f"{value:.{min(3, max(0, places))}f}"
 
 
 def median_interval(ordered: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from runner.measure.statistics import NOISY, digits
-from runner.output.fields import Method
-from runner.output.record import Result
 from runner.output.terminal import gib
+from runner.record.fields import NOISY, Method, digits
+from runner.record.result import Result
 
 BEYOND = ("v_head_dim", "scale", "softcap", "sinks", "prefix", "kv_lengths")  # plain attention
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed

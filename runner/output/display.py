@@ -9,13 +9,14 @@ from rich.markup import escape
 from rich.status import Status
 
 from attention.masks.band import Band
-from runner.measure.statistics import digits
-from runner.output import columns, fields, summary, terminal
+from runner.output import columns, summary, terminal
 from runner.output.columns import TABLE, Column, differ
-from runner.output.record import Result
 from runner.output.terminal import err as err
 from runner.output.terminal import flop, gib, print_rows, seconds
 from runner.output.terminal import out as out
+from runner.record import fields
+from runner.record.fields import digits
+from runner.record.result import Result
 
 LIMITS = {"compute": "matrix products", "memory": "memory", "communication": "links"}
 SWEPT = 10  # so much later a narrow terminal leaves out what the runs differ in

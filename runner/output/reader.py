@@ -11,9 +11,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from runner.output.parsing import NewerSchema, decoded
-from runner.output.record import Result
 from runner.reading import read_parquet, read_text
+from runner.record.parsing import NewerSchema, decoded
+from runner.record.result import Result
 
 RESULT, PACKED = "result.json", "results.parquet"
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from runner.config.values import CannotWrite, redacted
 from runner.output.reader import RESULT
-from runner.output.record import SCHEMA_VERSION, Result
+from runner.record.result import SCHEMA_VERSION, Result
 
 PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"]
 KERNEL_TIME_COLUMNS = ["rank", "pass", "kernel", "kind", "start_ms", "stop_ms"]

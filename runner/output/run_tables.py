@@ -10,8 +10,8 @@ import pyarrow.compute as pc
 import pyarrow.csv as csv
 
 from runner.output.reader import RESULT
-from runner.output.record import Result
 from runner.reading import MOST_TABLE_BYTES, read_parquet, read_regular
+from runner.record.result import Result
 
 # the file in a run's folder; a packed sweep has NAME.parquet, where the column `run` comes before the others
 TABLES = {

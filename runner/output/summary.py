@@ -7,9 +7,9 @@ from typing import Any
 
 from runner.output.columns import KEYS, TABLE, Column, differ, row
 from runner.output.reader import read_results, report_problems
-from runner.output.record import Result
 from runner.output.results import replacing, write_csv, write_text
 from runner.output.table import Table
+from runner.record.result import Result
 
 # the column that tells the values of a key apart, where it has another name
 COLUMN_OF = {"timing.layers": "timing", "timing.autograd_thread": "timing", "timing.new_packs": "seqlens"}

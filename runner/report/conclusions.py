@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from runner.measure.statistics import NOISY as NOISY_IQR
+from runner.record.fields import NOISY as NOISY_IQR
 from runner.report.comparison import by_workload, comparable
 from runner.report.fair import by_time, origins, tied
 from runner.report.labels import labels

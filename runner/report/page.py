@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.output.record import STATUSES
 from runner.output.results import finite, write_text
+from runner.record.result import STATUSES
 from runner.report import charts, tables
 from runner.report.entries import columns
 from runner.report.parts import Part, parts

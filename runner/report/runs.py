@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 from attention.masks.band import Band
 from runner.config.experiment import BEST
 from runner.config.rules.attention import setting_label
-from runner.measure.statistics import PassTimes
 from runner.output import columns, reader
-from runner.output.fields import Environment
-from runner.output.record import Asked, Result
 from runner.peers import PEERS, everything
+from runner.record.fields import Environment, PassTimes
+from runner.record.result import Asked, Result
 
 # the facts of the work itself, in the order by which tables are sorted, and those of the way it was done
 WORKLOAD = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runner.measure.statistics import digits
+from runner.record.fields import digits
 from runner.report.labels import Varying, options_text, varying_options
 from runner.report.runs import FACTS, NONE_COUNTS, PHRASES, Run, sortable
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from runner.measure.statistics import OVERHEAD, digits
+from runner.measure.statistics import OVERHEAD
 from runner.output.columns import TABLE
 from runner.output.summary import add_gain_over_separate
 from runner.output.table import Table
 from runner.output.terminal import flop, gib
+from runner.record.fields import digits
 from runner.report.labels import labels, varying_options
 from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run
 from runner.report.scaling import scaling

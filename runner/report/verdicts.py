@@ -6,9 +6,10 @@ from enum import StrEnum
 from math import isclose
 from statistics import median
 
-from runner.measure.statistics import PassTimes, Rounds, ratio_interval
-from runner.output.record import Result
+from runner.measure.statistics import Rounds, ratio_interval
 from runner.output.run_tables import table_of
+from runner.record.fields import PassTimes
+from runner.record.result import Result
 from runner.report.runs import Run
 
 Interval = tuple[float, float]

@@ -11,7 +11,7 @@ from runner.config import folders
 from runner.config.huggingface import loaded
 from runner.config.values import InvalidConfig
 from runner.output import results
-from runner.output.record import Result
+from runner.record.result import Result
 from runner.report.entries import files, log_tail
 from runner.report.runs import Run
 from tests.support.recorded import refused

@@ -9,7 +9,7 @@ import runner
 from runner import app, pack, rounds
 from runner.app import Tally
 from runner.output import results
-from runner.output.record import Result
+from runner.record.result import Result
 from runner.report import runs as report_runs
 from runner.report import tables
 from tests.support.command import results_in, run

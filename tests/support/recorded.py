@@ -10,7 +10,7 @@ from typing import Any
 from runner.measure import metrics
 from runner.measure.statistics import summarize
 from runner.output import results
-from runner.output.record import BESIDE, SCHEMA_VERSION, Result
+from runner.record.result import BESIDE, SCHEMA_VERSION, Result
 from tests.support.composing import resolved
 
 ROOT = Path(__file__).parents[2]

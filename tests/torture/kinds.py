@@ -16,7 +16,7 @@ from typing import Any
 
 from runner.launch.agent import PREFIX
 from runner.output import reader
-from runner.output.record import Result
+from runner.record.result import Result
 from tests.torture import overrides, program
 
 TINY = ["config=tiny", "seq_len=128", "world_size=2", "timing.timing_runs=1"]

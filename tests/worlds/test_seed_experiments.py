@@ -11,7 +11,7 @@ from runner import app
 from runner.__main__ import split
 from runner.config import overrides
 from runner.output import display, results, summary
-from runner.output.record import Result
+from runner.record.result import Result
 from runner.report import charts, tables
 from runner.report.panels import panels
 from runner.report.runs import read

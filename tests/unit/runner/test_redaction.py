@@ -4,7 +4,7 @@ import pytest
 
 from runner.config import overrides
 from runner.config.values import MARK, InvalidConfig, redacted, shown
-from runner.output.record import Result
+from runner.record.result import Result
 from runner.tracker import columns
 from tests.support.command import results_in, run
 from tests.support.recorded import measured

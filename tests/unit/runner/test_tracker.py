@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from runner.output.record import Result
+from runner.record.result import Result
 from runner.tracker import columns, track
 from tests.support.recorded import measured, refused
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from runner import app
 from runner.launch.files import WorldSpec
 from runner.output import columns, display, summary, terminal
-from runner.output.record import Result
+from runner.record.result import Result
 from tests.support.composing import resolved
 from tests.support.recorded import measured
 

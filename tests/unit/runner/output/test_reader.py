@@ -8,8 +8,8 @@ import pytest
 from runner import compare, plan
 from runner.config.values import InvalidConfig
 from runner.output import summary
-from runner.output.parsing import decoded
 from runner.output.reader import UnreadableFile, read_result, read_results
+from runner.record.parsing import decoded
 from runner.report import pairs
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table

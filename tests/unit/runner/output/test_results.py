@@ -6,8 +6,8 @@ import os
 import pytest
 
 from runner.output import columns, results
-from runner.output.parsing import NewerSchema
 from runner.output.reader import read_result, read_results
+from runner.record.parsing import NewerSchema
 from tests.support.composing import python
 from tests.support.paths import RESULTS
 from tests.support.recorded import FIELDS, NAMED, files, measured, plain, unnamed

@@ -7,7 +7,7 @@ import pytest
 
 from runner import pack
 from runner.output import columns, display, summary
-from runner.output.record import Result
+from runner.record.result import Result
 from tests.support.recorded import files, measured, plain, refused, write
 
 

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from runner.measure import metrics
-from runner.output.record import Result
+from runner.record.result import Result
 from runner.report import charts
 from runner.report.panels import panels
 from runner.report.runs import Run, read

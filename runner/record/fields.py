@@ -4,13 +4,15 @@ may lack is None or empty. A new fact of a result is its field here, or in `reco
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from typing import Any, dataclass_transform
 
 from attention import masks
 from attention.masks.mask import short
 from runner.environment import commit_text
-from runner.measure.statistics import NOISY, PassTimes
+
+NOISY = 0.05  # IQR over median
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -209,6 +211,41 @@ class Rounds(Part):
     def text(self) -> str | None:
         """Which rounds there are, for a run that lacks some."""
         return f"{self.done} of {self.of}" if self.done < self.of else None
+
+
+class PassTimes(Part):
+    """The summary of a pass's samples, ms, as in result.json. Results of earlier versions may lack what has a default."""
+
+    n: int
+    median: float
+    iqr_over_median: float
+    noisy: bool
+    trend: bool = False  # samples rose or fell while they were taken (`trend`)
+    p10: float | None = None
+    p90: float | None = None
+    min: float | None = None
+    max: float | None = None
+    mean: float | None = None
+    std: float | None = None
+    ci95: tuple[float, float] | None = None  # of the median, by order statistics
+    outliers: int | None = None  # beyond 1.5 IQR of the quartiles (Tukey)
+
+    @property
+    def text(self) -> str:
+        """The median in ms, with `!` where it is noisy."""
+        return f"{digits(self.median, self.noisy)}{'!' if self.noisy else ''}"
+
+    @property
+    def spread(self) -> str:
+        """IQR / median, with `!` where it is noisy and `~` where there is a trend."""
+        return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
+
+
+def digits(value: float, noisy: bool = False) -> str:
+    """A time or rate with four digits, or with the two that noise leaves; at most three after the point, and all those before
+    it."""
+    places = (1 if noisy else 3) - (math.floor(math.log10(value)) if value else 0)
+    return f"{value:.{min(3, max(0, places))}f}"
 
 
 class Timing(Part):

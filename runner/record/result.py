@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from runner.measure.statistics import PassTimes
-from runner.output import fields
-from runner.output.parsing import NewerSchema, parsed, shown, what_parses
+from runner.record import fields
+from runner.record.fields import PassTimes
+from runner.record.parsing import NewerSchema, parsed, shown, what_parses
 
 SCHEMA_VERSION = 3  # the newest that can be read; older ones can be, too
 LONGEST_NAME = 255  # of a file
