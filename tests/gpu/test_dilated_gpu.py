@@ -2,38 +2,33 @@
 
 import pytest
 
-from tests.jobs import dilated
-from tests.support.gpus import need_one, worlds
-from tests.worlds.test_dilated import NAMES, WAYS, assert_right, case
+from tests.support.cases import assert_right
+from tests.support.gpus import need_one
+from tests.worlds.test_dilated import NAMES, WAYS, case
 
 pytestmark = [pytest.mark.gpu, need_one]
 SIZES = {
-    "tokens": 1024,
     "segments": [128, 256, 512],
     "rates": [1, 2, 4],
+    "tokens": 1024,
+    "head_dim": 64,
     "dtype": "bf16",
     "kernel": "auto",
-    "device": "cuda",
 }
 
 
-def cases(name, world=1):
-    found = [
-        case(name, way, **SIZES, heads=heads, dims=(d, d)) for way in WAYS for heads, d in (((8, 8), 64), ((8, 2), 128))
-    ]
+def cases(name, world):
+    heads = {"heads": 8, "kv_heads": 8}
+    forms = [(way, more) for way in WAYS for more in (heads, {"heads": 8, "head_dim": 128})]
+    forms.append((WAYS[1], heads | {"sinks": "bf16", "gradients": "qkvs"}))
     if world == 1:  # a shorter last segment; two sequences
-        found.append(case(name, WAYS[0], **SIZES | {"tokens": 1000}, heads=(6, 2), dims=(64, 64), batch=2))
-        found.append(case(name, WAYS[1], **SIZES, heads=(4, 4), dims=(64, 64), cu_seqlens=[0, 512, 1024]))
-    return found + [case(name, WAYS[1], **SIZES, heads=(8, 8), dims=(64, 64), sinks=True)]
+        forms += [
+            (WAYS[0], {"tokens": 1000, "heads": 6, "batch": 2}),
+            (WAYS[1], {"kv_heads": 4, "lengths": (512, 512)}),
+        ]
+    return [case(name, world, way, **SIZES | more) for way, more in forms]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_dilated_is_its_definition(name):
-    every = cases(name)
-    assert_right(every, dilated.compare(None, every), 2e-2)
-
-
-@pytest.mark.parametrize("world", worlds(2, 4))
-def test_ring_dilated_is_its_definition(in_world, world):
-    every = cases("ring_dilated", world)
-    assert_right(every, in_world(dilated.compare, world, "cuda", cases=every), 2e-2)
+@pytest.mark.parametrize(("name", "world"), [*((name, 1) for name in NAMES), ("ring_dilated", 2), ("ring_dilated", 4)])
+def test_dilated_is_its_definition(pool, name, world):
+    assert_right(pool, cases(name, world), "cuda")

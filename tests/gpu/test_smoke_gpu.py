@@ -7,7 +7,7 @@ import torch
 from attention.kernels import KERNELS, Call, Shape, refusal
 from attention.masks.band import CAUSAL
 from tests.jobs import replay
-from tests.support.cases import Case, judged
+from tests.support.cases import Case, assert_right
 from tests.support.gpus import need_one
 from tests.support.naive import assert_matches, inputs
 
@@ -25,18 +25,14 @@ def test_a_kernel_matches_plain_attention_forward_and_backward(name):
 @pytest.mark.parametrize("name", ("ring", "zigzag", "ring_allgather", "zigzag_llama3", "ulysses", "usp"))
 def test_an_exchange_matches_fp64(pool, name):
     common = {"head_dim": 64, "seed": 1, "dtype": "bf16", "transport": "auto"}
-    for case, said in judged(
-        pool, [Case(name, 2, 1024, 8, 2, lengths=x, **common) for x in (None, (256, 768))], "cuda"
-    ):
-        assert said == "ok", (case, said)
+    assert_right(pool, [Case(name, 2, 1024, 8, 2, lengths=x, **common) for x in (None, (256, 768))], "cuda")
 
 
 @pytest.mark.parametrize("reduce", ("packed", "fused"))
 def test_a_decode_matches_fp64(pool, reduce):
     common = {"dtype": "bf16", "transport": "auto", "queries": 1, "causal": False, "gradients": "", "batch": 2}
     every = [Case("tree", 2, 3001, 32, 8, 128, seed, {"reduce": reduce}, **common) for seed in range(2)]
-    for case, said in judged(pool, every, "cuda"):
-        assert said == "ok", (case, said)
+    assert_right(pool, every, "cuda")
 
 
 @pytest.mark.parametrize("name", ("zigzag", "ulysses"))

@@ -7,7 +7,7 @@ from attention.variants.registry import VARIANTS
 from runner.config.rules.attention import PACKED
 from tests.jobs import numerics
 from tests.support import coverage
-from tests.support.cases import Case, judged
+from tests.support.cases import Case, assert_right
 from tests.support.gpus import need_one, worlds
 
 pytestmark = [pytest.mark.gpu, need_one]
@@ -70,8 +70,7 @@ def cases(name, world, chosen):
     ("name", "options"), [(name, each) for name in SELF_ATTENTION for each in OPTIONS.get(name, [{}])], ids=str
 )
 def test_variant_matches_fp64(pool, name, options, world):
-    for case, said in judged(pool, cases(name, world, options), "cuda"):
-        assert said == "ok", (case, said)
+    assert_right(pool, cases(name, world, options), "cuda")
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -103,5 +102,4 @@ def test_decode_matches_fp64(pool, world):
         for name, chosen in [*(("tree", {"reduce": r}) for r in REDUCTIONS), ("ring_decode", {})]
         for i, call in enumerate(DECODES)
     ]
-    for case, said in judged(pool, every, "cuda"):
-        assert said == "ok", (case, said)
+    assert_right(pool, every, "cuda")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from itertools import product
 from pickle import dumps
 from typing import Any
@@ -14,42 +13,24 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import attention
 from attention.masks.band import Band
+from attention.variants.registry import VARIANTS
 from runner.launch.rank import Rank
 from tests.jobs.reference import exact, rel
+from tests.support.cases import Case, compute, wrong
 
 
-def mesh(me: Rank, name: str) -> list[float]:
-    """The largest errors of a function in each dimension of a 2-d DeviceMesh: in one, groups are of neighbouring ranks;
+def mesh(me: Rank, name: str) -> list[list[str | None]]:
+    """By rank, what is wrong with a function in each dimension of a 2-d DeviceMesh: in one, groups are of neighbouring ranks;
     in the other, of ranks that lie apart."""
-    grid = _grid(me.world)
-    place = dict(zip(MESH, grid.get_coordinate() or (), strict=True))
-    return [_error_inside(me, name, grid[inside].get_group(), place[other]) for inside, other in (MESH, MESH[::-1])]
-
-
-MESH = ("outer", "inner")
-
-
-@cache
-def _grid(world: int) -> Any:
-    return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=MESH)
-
-
-def _error_inside(me: Rank, name: str, group: Any, number: int) -> float:
-    """The largest error on any rank of out and gradients, or of a decode's out and lse. Each group has its own
-    inputs."""
-    fn = attention.make(name, group=group)
-    generator = torch.Generator().manual_seed(number)
-    q, k, v, dout = (torch.randn(1, 16 * fn.world, h, 16, generator=generator) for h in (4, 2, 2, 4))
-    if fn.variant.decode:
-        q, dout = q[:, :3], None
-        ours = list(fn(q, *(fn.shard(x, role="kv") for x in (k, v)), return_lse=True))
-    else:
-        shards = [fn.shard(x).requires_grad_() for x in (q, k, v)]
-        out, lse = fn(*shards, causal=True, return_lse=True)
-        ours = [fn.unshard(x) for x in (out, *torch.autograd.grad(out, shards, fn.shard(dout)))]
-        ours.insert(1, fn.unshard(lse.transpose(1, 2).unsqueeze(-1).contiguous()).squeeze(-1).transpose(1, 2))
-    expected = exact(q, k, v, Band() if dout is None else Band.of(True), dout)
-    return max(me.gather(max(rel(x, y) for x, y in zip(ours, expected, strict=True))))
+    names, found = ("outer", "inner"), []
+    grid = init_device_mesh("cpu", (2, me.world // 2), mesh_dim_names=names)
+    how = {"queries": 3, "causal": False, "gradients": ""} if VARIANTS[name].decode else {}
+    for inside, other in (names, names[::-1]):
+        group = grid[inside].get_group()
+        # each group has its own inputs
+        case = Case(name, group.size(), 32, 4, 2, 16, grid[other].get_local_rank(), transport="auto", **how)
+        found.append(wrong(case, compute(case, group)))
+    return me.gather(found)
 
 
 def two_groups(me: Rank, transport: str) -> float:

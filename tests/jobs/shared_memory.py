@@ -19,6 +19,7 @@ from attention.kernels import KERNELS, Call, Kernel
 from attention.masks.band import CAUSAL, FULL
 from runner.launch.rank import Rank
 from tests.jobs.reference import exact, rel, spoil
+from tests.support.cases import Case, compute, wrong
 
 
 def _whole(me: Rank, tokens: int = 16, head_dim: int = 16, seed: int = 0, batch: int = 1) -> list[torch.Tensor]:
@@ -157,31 +158,26 @@ def local_kv_apart(
     return max(me.gather(max(differences)))
 
 
-def after_a_release(me: Rank, transport: str) -> float:
-    """The error of a call after the symmetric memory of its function was released."""
+def after_a_release(me: Rank) -> list[str | None]:
+    """By rank, what is wrong with a call after symmetric memory was released."""
     from attention.transports import held_bytes, release
 
-    fn = attention.make("zigzag", transport=transport)
-    q, k, v = _whole(me)
-    local = [fn.shard(x) for x in (q, k, v)]
-    fn(*local, causal=True)
+    case = Case("zigzag", me.world, 16 * me.world, 4, 4, 16, 0, transport="symm")
+    compute(case)
     assert held_bytes() > 0
     me.barrier()
     release()
     assert held_bytes() == 0
     me.barrier()
-    out = fn.unshard(fn(*local, causal=True))
-    reference = exact(q, k, v, CAUSAL)[0]
-    return max(me.gather(rel(out, reference)))
+    return me.gather(wrong(case, compute(case)))
 
 
 def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[str, Any]]:
     """By rank, what a call over `symm` raises and after how many seconds, and the same of the next call. Rank 1 takes
-    part in one forward, backward or decode (`which`) and then raises half-way, hangs, or calls something else
-    (`doing`)."""
+    part in one forward or backward (`which`) and then raises half-way, hangs, or calls something else (`doing`)."""
     group = dist.new_group(list(range(me.world)), timeout=timedelta(seconds=100))
     how: dict[str, Any] = {"group": group, "transport": "symm", "agreement": False}
-    fn = attention.make("ring_decode" if which == "decode" else "zigzag", **how)
+    fn = attention.make("zigzag", **how)
     other = attention.make("ulysses", **how)
     x = [torch.randn(1, 8, 4, 16, device=me.device).requires_grad_(which == "backward") for _ in range(3)]
     out: list[torch.Tensor] = []
@@ -193,7 +189,7 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
         if which == "backward":
             torch.autograd.grad(out[0].sum(), x, retain_graph=True)
         else:
-            fn(*x, causal=which == "forward")
+            fn(*x, causal=True)
 
     def mistaken() -> None:
         if doing == "raises":
@@ -279,7 +275,8 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     before = memory_files()
     group = dist.new_group(list(range(me.world)))
     dist.barrier(group)
-    fn = attention.make("ring", group=group, transport="symm")
+    # an agreement would write to the world's store, which is a file, too
+    fn = attention.make("ring", group=group, transport="symm", agreement=False)
     small, large = (_whole(me, tokens, 64) for tokens in (8, 1024))
     fn(*(fn.shard(x) for x in small))
     local = [fn.shard(x) for x in large]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,21 +16,16 @@ ERRORS = {each.__name__: each for each in (attention.UnsupportedCall, torch.OutO
 
 def auto_by_trial(
     me: Rank,
-    slowed: str | None = None,
     broken: tuple[str, ...] = (),
     error: str = "UnsupportedCall",
     late: bool = False,
     replay: str = "none",
     **given: Any,
 ) -> list[dict[str, Any]]:
-    """What `auto` chooses on each rank. One executor may be slow. Others may fail with an error of that type: before they exchange
+    """What `auto` chooses on each rank. Some executors may fail with an error of that type: before they exchange
     anything, or `late`, on rank 1 alone after a forward."""
     executors: dict[Any, Any] = attention.executors._loaded
     before: dict[Any, Any] = {name: attention.executors.executor(name) for name in attention.executors.MODULES}
-
-    def slow(*args: Any) -> Any:
-        time.sleep(0.25)
-        return before[slowed].forward(*args)
 
     def failing(name: str) -> Any:
         def fail(*args: Any) -> Any:
@@ -41,9 +36,8 @@ def auto_by_trial(
 
         return fail
 
-    for name, forward in [(slowed, slow)] * (slowed is not None) + [(name, failing(name)) for name in broken]:
-        other = type("Other", (), {"forward": staticmethod(forward), "backward": staticmethod(before[name].backward)})
-        executors[name] = other()
+    for name in broken:
+        executors[name] = SimpleNamespace(forward=failing(name), backward=before[name].backward)
     random = torch.get_rng_state() if me.device.type == "cpu" else torch.cuda.get_rng_state()
     try:
         with torch.no_grad():

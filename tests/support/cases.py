@@ -19,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import attention
+from attention.variants.registry import MIXTURES, VARIANTS
 from runner.launch.files import WorldSpec
+from tests.support import dilated
 from tests.support import masks as masked
 from tests.support.gpus import shared
+from tests.support.mask_definitions import band
 from tests.support.naive import attention as plain
 from tests.support.strides import STRIDES
 
@@ -85,26 +88,11 @@ class Case:
     def cu_seqlens(self) -> list[int] | None:
         return None if self.lengths is None else list(accumulate(self.lengths, initial=0))
 
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def of(plain: dict[str, Any]) -> Case:
-        listed = ("window", "lengths", "layouts", "masks", "kv_lengths")
-        return Case(**{k: tuple(v) if k in listed and v is not None else v for k, v in plain.items()})
-
-
-def variants() -> dict[str, Any]:
-    """The library's by name, without mixtures and `auto`."""
-    from attention.variants.registry import VARIANTS
-
-    return dict(VARIANTS)
-
 
 def draw(name: str, world: int, seed: int) -> Case:
     """A random case of a variant. Most can be done; some must be refused."""
     rng = random.Random(f"{name}/{world}/{seed}")
-    chosen, base = variants()[name], _drawn(name, world, rng)
+    chosen, base = VARIANTS[name], _drawn(name, world, rng)
     layouts = tuple(rng.choice([*LAYOUTS]) if rng.random() < 0.4 else "contiguous" for _ in NAMES)
     if chosen.decode:
         tokens = rng.choice((1, world, 5, 33, 64, 200))
@@ -157,7 +145,7 @@ def _drawn(name: str, world: int, rng: random.Random) -> dict[str, Any]:
         "head_dim": rng.choice((8, 16, 32, 40, 64)),
         "seed": rng.randrange(1 << 30),
         "options": {
-            o: rng.choice(_values(o, world, kv_heads)) for o in variants()[name].options.names() if rng.random() < 0.6
+            o: rng.choice(_values(o, world, kv_heads)) for o in VARIANTS[name].options.names() if rng.random() < 0.6
         },
         "transport": rng.choice(("gloo", "symm")) if world > 1 else "auto",
         "kernel": kernel,
@@ -229,29 +217,30 @@ def uninitialised_is_nan() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before
 
 
-def judged(
-    pool: Pool, cases: list[Case], device: str = "cpu", timeout_s: float = 200.0, poisoned: bool = True
-) -> list[tuple[Case, str]]:
-    """Each case, and what `judge` says of it in a living world. The cases of a world are one job. poisoned: every second case has
-    uninitialised memory filled with NaN."""
-    said: dict[int, str] = {}
-    for world in sorted({case.world for case in cases}):
-        mine = [i for i, case in enumerate(cases) if case.world == world]
-        arguments = {"cases": [cases[i].plain() for i in mine], "poisoned": [poisoned and i % 2 == 0 for i in mine]}
-        spec = WorldSpec(world, device, share_gpu=device == "cuda" and shared(world))
-        outcome = pool.get(spec).call(judge, arguments, timeout_s)
-        assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
-        said |= dict(zip(mine, outcome.result, strict=True))
-    return [(case, said[i]) for i, case in enumerate(cases)]
+def assert_right(pool: Pool, cases: list[Case], device: str = "cpu") -> None:
+    """None of the cases, of whatever worlds, is wrong or refused."""
+    for world in {case.world for case in cases}:
+        mine = [case for case in cases if case.world == world]
+        for case, said in zip(mine, judged(pool, mine, device), strict=True):
+            assert said == "ok", (case, said)
 
 
-def judge(me: Rank, cases: list[dict[str, Any]], poisoned: list[bool]) -> list[str]:
+def judged(pool: Pool, cases: list[Case], device: str = "cpu", timeout_s: float = 200.0) -> list[str]:
+    """What `judge` says of each case of one world, which lives."""
+    world = cases[0].world
+    spec = WorldSpec(world, device, share_gpu=device == "cuda" and shared(world))
+    outcome = pool.get(spec).call(judge, {"cases": list(map(asdict, cases))}, timeout_s)
+    assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
+    return outcome.result
+
+
+def judge(me: Rank, cases: list[dict[str, Any]]) -> list[str]:
     """A job for a world: for each case "ok", "refused: why" or "wrong: how". A refusal must be one line, and the same
-    on every rank."""
+    on every rank. Every second case has uninitialised memory filled with NaN."""
     found = []
-    for number, (case, poison) in enumerate(zip(map(Case.of, cases), poisoned, strict=True)):
+    for number, case in enumerate(Case(**each) for each in cases):
         try:
-            with uninitialised_is_nan() if poison else nullcontext():
+            with nullcontext() if number % 2 else uninitialised_is_nan():
                 results = compute(case, device=me.device)
             said = "computed"
         except ValueError as error:
@@ -306,8 +295,9 @@ def compute(
             "prefix": tuple(fn.shard(x.to(device), role="kv") for x in prefix_of(case)),
             "prefix_tokens": case.prefix,
         }
-    out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
-    results = {"out": out.detach(), "lse": lse.transpose(-1, -2).unsqueeze(-1).contiguous()}
+    for _ in range(2 if case.variant in MIXTURES else 1):  # the second with what the first kept
+        out, lse = fn(given["q"], given["k"], given["v"], **how, return_lse=True)
+    results = {"out": out.detach(), "lse": lse.detach().transpose(-1, -2).unsqueeze(-1).contiguous()}
     if case.gradients:
         wanted = [given[name] for name in case.gradients]
         grads = torch.autograd.grad(out, wanted, given["dout"])
@@ -331,7 +321,7 @@ def compute(
 
 def _made(case: Case, mask: Mask | None, group: dist.ProcessGroup | None) -> attention.ContextParallel:
     options = dict(case.options)
-    if case.variant in variants() and "mask" in variants()[case.variant].options.from_call:
+    if case.variant in VARIANTS and "mask" in VARIANTS[case.variant].options.from_call:
         options["mask"] = mask or attention.masks.full()
     return attention.make(
         case.variant,
@@ -351,13 +341,7 @@ def seen(case: Case) -> Tensor:
     if case.queries is not None:  # the last of each element's keys
         ends = torch.tensor(case.kv_lengths or (case.tokens,) * case.batch).view(-1, 1, 1, 1)
         q, keep = q + ends - queries, keep & (k < ends)
-    if case.causal:
-        keep = keep & (k <= q)
-    left, right = case.window
-    if left >= 0:
-        keep = keep & (k >= q - left)
-    if right >= 0:
-        keep = keep & (k <= q + right)
+    keep = keep & band(k - q, *case.window) & band(k - q, -1, 0 if case.causal else -1)
     if case.masks and case.queries is None:
         keep &= masked.dense(case.masks, case.tokens)
     if case.lengths is not None:
@@ -377,8 +361,13 @@ def reference(case: Case, device: torch.device | str = "cpu") -> dict[str, Tenso
         k, v = (torch.cat([p.to(device).double().expand(case.batch, -1, -1, -1), x], 1) for p, x in both)
     if sinks is not None:
         given["s"] = sinks = sinks.to(device).double().requires_grad_("s" in case.gradients)
-    scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    out, lse = plain(q, k, v, scale, seen(case).to(device), case.softcap, sinks)
+    if case.variant in MIXTURES:
+        chosen = {name: case.options[name] for name in ("segments", "rates", "mixing", "weights")}
+        out, lse = dilated.reference(q, k, v, **chosen, causal=case.causal, cu_seqlens=case.cu_seqlens, sinks=sinks,
+                                     softcap=case.softcap)  # fmt: skip
+    else:
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        out, lse = plain(q, k, v, scale, seen(case).to(device), case.softcap, sinks)
     exact = {"out": out.detach(), "lse": lse.detach().transpose(1, 2)[..., None]}
     if case.gradients:
         grads = torch.autograd.grad(out, [given[name] for name in case.gradients], tensors[3])

@@ -18,6 +18,7 @@ from attention.geometry.transfers import Move, move
 from attention.masks.band import CAUSAL, FULL, Band
 from attention.variants.base import Variant
 from attention.variants.registry import VARIANTS
+from tests.support.mask_definitions import rectangles
 
 WORLDS = (1, 2, 3, 8)
 SHARD = 6  # tokens of a single sequence that a rank holds
@@ -94,13 +95,7 @@ def problems(variant: Variant, world: int) -> Iterator[Problem]:
 
 def band(mask: Band, sq: int, sk: int) -> np.ndarray:
     """The pairs that a bottom-right aligned mask keeps, `[sq, sk]`."""
-    offset = np.arange(sk)[None] - np.arange(sq)[:, None] - (sk - sq)
-    keep = np.ones((sq, sk), dtype=bool)
-    if mask.left >= 0:
-        keep &= offset >= -mask.left
-    if mask.right >= 0:
-        keep &= offset <= mask.right
-    return keep
+    return rectangles(max(sq, sk), [((0, sq), (0, sk), (mask.left, mask.right))])[:sq, :sk]
 
 
 def global_pairs(problem: Problem) -> np.ndarray:

@@ -9,6 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from tests.support.naive import attention
+
 
 def pairs_of_head(h: int, heads: int, segments: Sequence[int], rates: Sequence[int], mixing: str) -> list[list[int]]:
     """[segment, rate, offset] of each pair that a head computes."""
@@ -47,28 +49,17 @@ def reference(
     """(out `[B, S, H, Dv]`, lse `[B, H, S]`) of q `[B, S, H, D]`, k and v `[B, S, Hk, .]`; sinks `[H]`."""
     heads, group = q.shape[2], q.shape[2] // k.shape[2]
     cu_seqlens = cu_seqlens or [0, q.shape[1]]
-    outs, lses = [], []
+    outs, totals = [], []
     for h in range(heads):
-        found = []
-        for segment, rate, offset in pairs_of_head(h, heads, segments, rates, mixing):
-            scores = q[:, :, h] @ k[:, :, h // group].mT * q.shape[-1] ** -0.5
-            scores = softcap * torch.tanh(scores / softcap) if softcap else scores
-            scores = scores.masked_fill(~seen(cu_seqlens, segment, rate, offset, causal).to(q.device), -torch.inf)
-            lse = torch.logsumexp(scores, -1)
-            share = (scores - _finite(lse).unsqueeze(-1)).exp()
-            found.append((share @ v[:, :, h // group], lse))
-        each = [lse for _, lse in found]
-        if sinks is not None:
-            each.append(sinks[h].expand_as(each[0]))
-        total = torch.logsumexp(torch.stack(each), 0)
-        shares = [(lse - _finite(total)).exp() for _, lse in found]
+        head = [x[:, :, i : i + 1] for x, i in ((q, h), (k, h // group), (v, h // group))]
+        keeps = [seen(cu_seqlens, *pair, causal) for pair in pairs_of_head(h, heads, segments, rates, mixing)]
+        found = [attention(*head, q.shape[-1] ** -0.5, keep.to(q.device), softcap) for keep in keeps]
+        lses = [lse for _, lse in found]
+        total = torch.logsumexp(torch.stack(lses if sinks is None else [*lses, sinks[h].expand_as(lses[0])]), 0)
+        shares = [(lse - total.masked_fill(total == -torch.inf, 0)).exp() for lse in lses]
         if weights == "detached":
             shares = [x.detach() for x in shares]
-        out = sum(share.unsqueeze(-1) * out for share, (out, _) in zip(shares, found, strict=True))
+        out = sum(x.transpose(1, 2).unsqueeze(-1) * out for x, (out, _) in zip(shares, found, strict=True))
         outs.append(out / (len(segments) if mixing == "head_groups" else 1))
-        lses.append(total)
-    return torch.stack(outs, 2), torch.stack(lses, 1).detach()
-
-
-def _finite(lse: Tensor) -> Tensor:
-    return lse.masked_fill(lse == -torch.inf, 0)
+        totals.append(total)
+    return torch.cat(outs, 2), torch.cat(totals, 1).detach()

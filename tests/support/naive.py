@@ -9,6 +9,7 @@ from attention.kernels import Call, Kernel
 from attention.masks.band import Band, tile
 from attention.reduction.parts import Accumulator
 from attention.tensors import result_like
+from tests.support.mask_definitions import band
 from tests.support.patterns import kept as pairs_of
 
 # relative L2 of (out and lse, gradients)
@@ -22,14 +23,8 @@ TOLERANCES = {
 
 def kept(mask: Band, sq: int, sk: int, device: torch.device | str = "cpu") -> Tensor:
     """The pairs that a bottom-right aligned mask keeps, bool `[sq, sk]`."""
-    first = torch.arange(sq, device=device)[:, None] + sk - sq
-    key = torch.arange(sk, device=device)[None]
-    keep = torch.ones(sq, sk, dtype=torch.bool, device=device)
-    if mask.left >= 0:
-        keep &= first - mask.left <= key
-    if mask.right >= 0:
-        keep &= key <= first + mask.right
-    return keep
+    distance = torch.arange(sk, device=device)[None] - torch.arange(sk - sq, sk, device=device)[:, None]
+    return torch.ones_like(distance, dtype=torch.bool) & band(distance, mask.left, mask.right)
 
 
 def attention(
@@ -49,8 +44,8 @@ def attention(
     s = (s if softcap is None else softcap * (s / softcap).tanh()).masked_fill(~keep, -torch.inf)
     if sinks is not None:
         s = torch.cat([s, sinks.view(1, -1, 1, 1).expand(*s.shape[:3], 1)], -1)
-    lse = s.detach().logsumexp(-1)
-    p = (s - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
+    lse = s.logsumexp(-1)
+    p = (s - lse.detach().masked_fill(lse == -torch.inf, 0).unsqueeze(-1)).exp()
     total = p.sum(-1, keepdim=True)  # 1, as the lse is detached its gradient counts; or 0
     return torch.einsum("bhqk,bkhd->bqhd", (p / total.masked_fill(total == 0, 1))[..., : k.shape[1]], v), lse
 

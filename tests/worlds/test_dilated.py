@@ -9,61 +9,65 @@ from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL, FULL
 from attention.variants.registry import MIXTURES
 from runner.costs import dry_run
-from tests.jobs import dilated
+from tests.support.cases import Case, assert_right
 from tests.support.dilated import pairs_of_head, seen
 
 SEGMENTS, RATES = [8, 16, 32], [1, 2, 4]
 WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
-EXACT = 1e-13
 NAMES = ["dilated", "dilated_improved"]
+PACKED = {"lengths": (16, 24, 20, 4)}
 
 
-def case(name, way=WAYS[1], **more):
-    mixing, weights = way
-    given = {"name": name, "mixing": mixing, "weights": weights, "kernel": "math"}
-    return given | {"segments": SEGMENTS, "rates": RATES, "tokens": 64} | more
+def case(name, world, way=WAYS[1], segments=SEGMENTS, rates=RATES, options=None, **more):
+    options = {"segments": segments, "rates": rates, "mixing": way[0], "weights": way[1]} | (options or {})
+    sizes = {
+        "tokens": 64,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 8,
+        "dtype": "fp64",
+        "kernel": "math",
+        "transport": "auto",
+    }
+    return Case(name, world, seed=1, options=options, **sizes | more)
 
 
-def assert_right(cases, found, limit=EXACT):
-    for each, errors in zip(cases, found, strict=True):
-        assert max(errors.values()) < limit, (each, errors)
-
-
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("way", WAYS)
-def test_dilated_is_its_definition_forward_and_backward(name, way):
-    cases = [case(name, way, heads=(8, 2), sinks=way[1] == "joint", softcap=2.0, dims=(8, 4))]
-    cases += [case(name, way, heads=(6, 2), tokens=23, batch=2, causal=False)]  # the last segment is shorter
-    cases += [case(name, way, segments=[12, 12], rates=[3, 4], tokens=48, heads=(8, 4))]  # no pair has all tokens
-    cases += [case(name, way, cu_seqlens=[0, 16, 24, 60, 64])]
-    cases += [case(name, way, pattern_cache=False, memory_pool=True)]
-    assert_right(cases, dilated.compare(None, cases))
-    fast = [case(name, way, kernel="auto", dtype="fp32", tokens=72, batch=2, memory_pool=True)]
-    assert_right(fast, dilated.compare(None, fast), 3e-6)
+def test_dilated_is_its_definition_forward_and_backward(pool, way):
+    extras = {"softcap": 2.0, "value_dim": 4, "heads": 8}
+    extras |= {"sinks": "fp64", "gradients": "qkvs"} if way[1] == "joint" else {}
+    forms = [
+        extras,
+        {"heads": 6, "tokens": 23, "batch": 2, "causal": False},  # the last segment is shorter
+        {"segments": [12, 12], "rates": [3, 4], "tokens": 48, "heads": 8, "kv_heads": 4},  # no pair has all tokens
+        PACKED,
+        {"options": {"pattern_cache": False, "memory_pool": True}},
+        {"kernel": "auto", "dtype": "fp32", "tokens": 72, "batch": 2, "options": {"memory_pool": True}},
+    ]
+    assert_right(pool, [case(name, 1, way, **form) for name in NAMES for form in forms])
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_ring_dilated_is_its_definition_in_worlds(in_world, world):
-    cases = [case("ring_dilated", way, segments=[8, 64], rates=[2, 4], heads=(6, 2)) for way in WAYS]
-    cases += [case("ring_dilated", way, tokens=59, causal=False) for way in WAYS[:2]]  # padded, within ranks and across
-    cases += [case("ring_dilated", cu_seqlens=[0, 16, 24, 44, 64], heads=(8, 2), sinks=True, softcap=3.0, dims=(8, 4))]
-    cases += [case(name) for name in NAMES]
-    assert_right(cases, in_world(dilated.compare, world, cases=cases))
+def test_ring_dilated_is_its_definition_in_worlds(pool, world):
+    cases = [case("ring_dilated", world, way, [8, 64], [2, 4], heads=6) for way in WAYS]
+    # padded, within ranks and across
+    cases += [case("ring_dilated", world, way, tokens=59, causal=False, pad=True) for way in WAYS[:2]]
+    extras = {"heads": 8, "sinks": "fp64", "gradients": "qkvs", "softcap": 3.0, "value_dim": 4}
+    cases += [case("ring_dilated", world, **PACKED, **extras)]
+    assert_right(pool, cases + [case(name, world) for name in NAMES])
 
 
-@pytest.mark.parametrize(("transport", "tokens"), [("gloo", 48), ("symm", 192)])
-def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence(in_world, transport, tokens):
+def test_the_bytes_that_ring_dilated_receives_do_not_grow_with_the_sequence():
+    """That they are those of the dry run is tested with the metrics."""
     options = {"segments": [16, 64], "rates": [1, 4], "mixing": "longnet"}
     most = 2 * 2 * (16 + 64) * 4 * 8 * 4  # keys and values and their gradients, fp32
     variant, shapes = MIXTURES["ring_dilated"], Shapes(1, 4, 4, 8, 4)
-    problem = variant.problem((0, tokens), 2, CAUSAL, options)
-    by_rank = in_world(dilated.received, 2, options=options, tokens=tokens, transport=transport)
-    for rank, counted in enumerate(by_rank):
-        passes = dry_run(variant, problem, shapes, options, rank=rank, pulls=transport == "symm", backward=True)
-        for what in ("kv", "dkv"):
-            assert counted.get(what, 0) == sum(x.received.get(what, 0) for x in passes), rank
-        assert sum(counted.values()) <= most
-    assert tokens > 64 or sum(by_rank[1].values()) > 0  # a segment of 64 is shared by ranks
+    for tokens in (48, 192, 3072):
+        problem = variant.problem((0, tokens), 2, CAUSAL, options)
+        for rank in range(2):
+            passes = dry_run(variant, problem, shapes, options, rank=rank, pulls=True, backward=True)
+            received = sum(sum(x.received.values()) for x in passes)
+            assert received <= most and (received > 0 or tokens > 64), (tokens, rank)  # ranks share a segment of 64
 
 
 @pytest.mark.parametrize("mixing, mask", [("head_groups", CAUSAL), ("longnet", FULL)])

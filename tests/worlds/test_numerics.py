@@ -8,7 +8,7 @@ from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.config.rules.attention import PACKED
 from tests.support import coverage
-from tests.support.cases import Case, judged
+from tests.support.cases import Case, assert_right
 
 SELF_ATTENTION = [name for name, variant in VARIANTS.items() if not variant.decode and name != "grouped"]
 MASKS: list[dict[str, Any]] = [
@@ -46,12 +46,12 @@ def cases(name: str, world: int, chosen: dict[str, Any], transport: str) -> list
     shard, strided = tokens // world, ("strided_dim", "heads_first", "expanded_heads", "offset")
     calls: list[dict[str, Any]] = [
         {"layouts": strided, "batch": 2},
-        {"causal": False, "head_dim": 40, "batch": 3, "scale": 0.2, "gradients": "kv"},
+        {"causal": False, "head_dim": 40, "batch": 3, "scale": -0.2, "gradients": "kv"},
         {"lengths": packs, "sinks": "fp32", "softcap": 2.0, "value_dim": 8, "gradients": "qkvs"},
         {"lengths": packs, "causal": False, "dtype": "bf16"},
         {"lengths": (tokens,), "sinks": "fp32", "gradients": "qs"},
         *({"window": (left, 0)} for left in (shard // 2, 2 * shard + 3)),
-        {"window": (5, 7), "causal": False, "value_dim": 24},
+        {"window": (5, 7), "causal": False, "value_dim": 24, "scale": 0},
         {"lengths": packs, "window": (shard // 3, 0)},
         {"lengths": many, "tokens": sum(many)},  # by number, and gathered keys lie by owner
         {"lengths": many, "tokens": sum(many), "window": (9, 0)},
@@ -93,8 +93,7 @@ def test_variant_matches_fp64(pool, name, world, transport):
         every = [x for x in every if "ulysses_size" not in x][:1]
     elif name == "usp":
         every = every[:1] + every[2:]
-    for case, said in judged(pool, [x for chosen in every for x in cases(name, world, chosen, transport)]):
-        assert said == "ok", (case, said)
+    assert_right(pool, [x for chosen in every for x in cases(name, world, chosen, transport)])
 
 
 @pytest.mark.parametrize("how", ("separate", "packed", "fused"))
@@ -104,8 +103,7 @@ def test_grouped_chunks_match_fp64(pool, how):
     if how == "fused":
         fused = {"options": {"grouping": "fused"}, "head_dim": 64, "seed": 1}
         every += [Case("zigzag_llama3", 2, 48, 4, 2, lengths=x, **fused) for x in (None, (8, 32, 8))]
-    for case, said in judged(pool, every):
-        assert said == "ok", (case, said)
+    assert_right(pool, every)
 
 
 DECODES = [("tree", {"reduce": how}) for how in ("three", "two", "packed")] + [("ring_decode", {})]
@@ -134,5 +132,4 @@ def test_decode_matches_fp64(pool, world, transport):
         for name, chosen in DECODES
         for i, call in enumerate(DECODED)
     ]
-    for case, said in judged(pool, every):
-        assert said == "ok", (case, said)
+    assert_right(pool, every)

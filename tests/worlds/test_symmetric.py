@@ -25,11 +25,11 @@ def test_a_call_of_another_variant_ends_what_an_exception_left(in_world, before)
 
 @pytest.mark.parametrize("name", ("zigzag", "ulysses"))
 def test_a_group_that_began_under_inference_mode_trains(in_world, name):
-    assert in_world(training.trained_after_inference, 2, name=name, transport="symm", timeout_s=60) == 0
+    assert in_world(training.trained_after_inference, 2, name=name) == [None, None]
 
 
 def test_memory_that_was_given_back_is_taken_again(in_world):
-    assert in_world(shared_memory.after_a_release, 2, transport="symm") < 1e-6
+    assert in_world(shared_memory.after_a_release, 2) == [None, None]
 
 
 @pytest.mark.parametrize("failing", (0, 2))

@@ -1,15 +1,11 @@
-"""How functions are used: in groups and meshes, compiled, checkpointed, under autocast; what their transports move and record."""
+"""How functions are used: in groups and meshes, compiled, checkpointed, under autocast; what they record."""
 
 import pytest
 import torch
 
 import attention
-from attention.geometry.counts import Shapes
-from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.costs import dry_run
-from tests.jobs import groups, numerics, traffic, training
-from tests.support import coverage
+from tests.jobs import groups, numerics, training
 
 SELF_ATTENTION = [name for name, v in VARIANTS.items() if not v.decode and name != "grouped"]
 EACH_EXCHANGE = ["zigzag", "zigzag_llama3", "ulysses"]
@@ -23,18 +19,13 @@ def test_unshard_inverts_shard(in_world):
 
 
 @pytest.mark.parametrize("name", EACH_EXCHANGE)
-def test_activation_checkpointing_gives_the_same_gradients(in_world, name):
-    assert in_world(training.checkpointed, 2, name=name) < 1e-6
-
-
-@pytest.mark.parametrize("name", EACH_EXCHANGE)
 def test_a_rank_without_a_gradient_does_its_share_of_the_others(in_world, name):
     assert in_world(training.without_a_gradient, 2, name=name) < 1e-6
 
 
 @pytest.mark.parametrize("name", WITH_A_DECODE)
 def test_works_inside_each_dimension_of_a_device_mesh(in_world, name):
-    assert max(in_world(groups.mesh, 4, name=name)) < 1e-6
+    assert in_world(groups.mesh, 4, name=name) == [[None, None]] * 4
 
 
 def test_two_groups_pull_at_once(in_world):
@@ -67,29 +58,6 @@ def test_dropout_is_refused_with_the_way_out():
         attention.make("ring")(x, x, x, dropout=0.1)
     with pytest.raises(ValueError, match=r"dropout_p=0.1: dropout is not supported by any variant; leave it out"):
         attention.make("ring", dropout_p=0.1)
-
-
-@pytest.mark.parametrize(("transport", "packs"), [("gloo", None), ("symm", None), ("symm", [0, 6, 24])], ids=str)
-@pytest.mark.parametrize("name", SELF_ATTENTION)
-def test_transports_move_the_bytes_that_the_costs_say(in_world, name, transport, packs):
-    variant = VARIANTS[name]
-    if packs and not variant.packs:
-        pytest.skip("takes no packed batches")
-    for window in ((-1, -1), (9, 0)):
-        band = Band.of(True, window)
-        if not coverage.does(variant, band):
-            continue
-        heads = {"heads": 12, "kv_heads": 3}
-        counted = in_world(traffic.counted, 3, name=name, options={}, causal=True, window=list(window), tokens=24, batch=2,
-                           packs=packs, transport=transport, **heads)  # fmt: skip
-        problem = variant.problem(tuple(packs or (0, 24)), 3, band)
-        shapes = Shapes(batch=1 if packs else 2, head_dim=16, itemsize=4, **heads)
-        for rank, received in enumerate(counted):
-            pulls = transport == "symm"
-            passes = dry_run(variant, problem, shapes, {}, rank=rank, pulls=pulls, packed=bool(packs), backward=True)
-            for which, said in zip(("forward", "backward"), (x.received for x in passes), strict=True):
-                case = window, rank, which
-                assert {k: v for k, v in received[which].items() if v} == {k: v for k, v in said.items() if v}, case
 
 
 def test_phases_name_transfers_and_waits_apart(in_world):

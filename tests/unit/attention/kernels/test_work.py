@@ -13,7 +13,6 @@ from attention.masks.pattern import Pattern
 
 TOKENS = 2048
 DOCUMENTS = [5, 300, 1, 700, 128, 127, 787]  # sum to TOKENS
-DOCUMENTS = [5, 300, 1, 700, 128, 127, 787]  # sum to TOKENS
 CASES = [  # (name, parameters, the most pairs of its tiles for each pair of the mask: what they have, and a little)
     ("sliding_window", {"left": 100, "right": 60}, 3.5),
     ("documents", {"lengths": DOCUMENTS, "inner": masks.sliding_window(90)}, 3.5),

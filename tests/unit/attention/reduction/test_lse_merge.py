@@ -33,19 +33,6 @@ def close(x, expected, tolerance=1e-12):
     torch.testing.assert_close(x, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_any_split_of_the_keys_merges_to_the_whole(seed):
-    q, k, v = qkv()
-    parts = random.Random(seed).randint(1, 9)
-    owner = torch.randint(parts, (SK,), generator=torch.Generator().manual_seed(seed))
-    out, lse = empty_result(q)
-    for p in range(parts + 1):  # the last part has no key, others may have none
-        merge_(out, lse, *over(q, k, v, (owner == p).nonzero()[:, 0]))
-    whole, whole_lse = over(q, k, v, torch.arange(SK))
-    close(out, whole)
-    close(lse, whole_lse)
-
-
 def test_a_part_without_keys_changes_nothing_on_either_side():
     q, k, v = qkv()
     for part in (over(q, k, v, torch.arange(SK)), empty_result(q)):

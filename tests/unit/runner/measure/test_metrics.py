@@ -78,9 +78,11 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
         resolved(f"attention={name}", *sizes, f"transport={transport}", "hardware=cpu", *more)
         for name in VARIANTS
         if name != "grouped"  # of one rank
-        for more in {(), OTHER_RUNS.get(name, ())}
+        for more in {(), OTHER_RUNS.get(name, ()), *[("window=[9,0]",)] * VARIANTS[name].windows}
     ]
-    counted = in_world(traffic.counted_of_runs, world, experiments=[spec.plain() for spec in specs])
+    pairs = ("attention.segments=[16,48]", "attention.rates=[1,4]", "attention.mixing=longnet")
+    specs.append(resolved("attention=ring_dilated", *sizes, *pairs, f"transport={transport}", "hardware=cpu"))
+    counted = in_world(traffic.counted, world, experiments=[spec.plain() for spec in specs])
     for spec, found in zip(specs, counted, strict=True):
         assert found["name"] == transport
         passes = dict.fromkeys(found["received"][0], 1.0)
