@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from attention import api, autograd, plan
 from attention.executors import all_to_all, dilated, exchange, keys, tree
-from attention.executors.plan import LocalCall, Plan, PlannedStep
+from attention.executors.plan import LocalCall
 from attention.geometry import cuts, schedules
 from attention.kernels import decompose, padded_values
 from attention.kernels import math as math_kernel
@@ -31,7 +32,6 @@ from runner.check.gate import check, check_timed
 from runner.check.local import Local
 from runner.config.experiment import Experiment, NamedMask
 from runner.config.values import UnsupportedHere
-from runner.launch.rank import Rank
 from runner.measure import timing
 from runner.measure.attention_work import AttentionWork
 
@@ -62,16 +62,11 @@ RUNS = {  # the variant and overrides, all in a world of 2
 }
 
 
-def overrides(run: str, dtype: str) -> list[str]:
+def overrides(run, dtype):
     """The command line of a run of 512 tokens."""
     variant, *more = RUNS[run].split()
     size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=512", "world_size=2"]
     return [f"attention={variant}", f"dtype={dtype}", *size, *([] if "mask=" in RUNS[run] else ["causal=true"]), *more]
-
-
-# an object, the name of one of its functions, and what is called instead: with the function and its arguments
-Seam = tuple[Any, str, Callable[..., Any]]
-Seams = Sequence[Seam]
 
 
 @dataclass
@@ -86,39 +81,34 @@ class State:
 STATE = State()
 
 
-@contextmanager
-def changed(owner: Any, name: str, planted: Callable[..., Any]) -> Iterator[None]:
-    """`owner.name` is replaced. Schedules made with it or without are forgotten."""
-    own = vars(owner)[name]
-    original = own.__func__ if isinstance(own, staticmethod) else own
-
-    def either(*args: Any, **given: Any) -> Any:
-        return original(*args, **given) if STATE.alone else planted(original, *args, **given)
-
-    setattr(owner, name, staticmethod(either) if isinstance(own, staticmethod) else either)
-    _forget()
-    try:
-        yield
-    finally:
-        setattr(owner, name, own)
-        _forget()
-
-
-@contextmanager
-def changed_all(seams: Seams) -> Iterator[None]:
-    STATE.calls, STATE.backward, STATE.before = 0, False, None
-    with ExitStack() as stack:
-        for seam in seams:
-            stack.enter_context(changed(*seam))
-        yield
-
-
-def _forget() -> None:
+def _forget():
     built.cache_clear()
     schedules.known.cache_clear()
 
 
-def _without_a_fault(original: Any, *args: Any) -> Any:
+@contextmanager
+def changed(*seams):
+    """Functions are replaced. A seam: an object, the name of one of its functions, and what is called instead, with the function
+    and its arguments. Schedules made with them or without are forgotten."""
+    vars(STATE).update(vars(State()))
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, planted in seams:
+            patch.setattr(owner, name, _unless_alone(vars(owner)[name], planted))
+        try:
+            _forget()
+            yield
+        finally:
+            _forget()
+
+
+def _unless_alone(own, planted):
+    def either(*args, **given):
+        return own(*args, **given) if STATE.alone else planted(own, *args, **given)
+
+    return staticmethod(either) if isinstance(own, staticmethod) else either
+
+
+def _without_a_fault(original, *args):
     STATE.alone = True
     _forget()
     try:
@@ -128,107 +118,112 @@ def _without_a_fault(original: Any, *args: Any) -> Any:
         _forget()
 
 
-def outputs(change: Callable[[dict[str, Tensor], Plan], Any]) -> Seams:
+def result(owner, name, change):
+    """Change what a function returns."""
+    return [(owner, name, lambda original, *args: change(original(*args)))]
+
+
+def argument(owner, name, at, change):
+    """Change one of a function's arguments."""
+    return [(owner, name, lambda original, *args: original(*args[:at], change(args[at]), *args[at + 1 :]))]
+
+
+def call(change):
+    """Change the keyword arguments of a call of the library."""
+    return [(api.ContextParallel, "__call__", lambda original, *xs, **given: original(*xs, **change(given)))]
+
+
+def outputs(change):
     """Change what a rank's forward or backward gives, as `change` finds it there by name; nothing that is saved."""
 
-    def of(*names: str) -> Callable[..., Any]:
-        def planted(original: Any, *args: Any) -> tuple[Tensor, ...]:
+    def of(*names):
+        def planted(original, *args):
             results = original(*args)
             mine = {name: x.clone() for name, x in zip(names, results, strict=False)}
-            change(mine, next(x for x in args if isinstance(x, Plan)))
+            change(mine)
             return *mine.values(), *results[len(names) :]
 
         return planted
 
-    return (autograd, "_forward", of("out", "lse")), (autograd, "_backward", of("dq", "dk", "dv", "dsinks"))
+    return [(autograd, "_forward", of("out", "lse")), (autograd, "_backward", of("dq", "dk", "dv", "dsinks"))]
 
 
-def output(name: str, change: Callable[[Tensor], Any], rank: int | None = None) -> Seams:
+def output(name, change, rank=None):
     """Change one of them in place, on one rank or on all."""
-    return outputs(lambda named, plan: change(named[name]) if name in named and rank in (None, plan.rank) else None)
+    return outputs(lambda mine: change(mine[name]) if name in mine and rank in (None, dist.get_rank()) else None)
 
 
-def last_zeroed(name: str, tokens: int) -> Seams:
+def last_zeroed(name, tokens):
     """Of the sequence: in a zigzag of two they are rank 0's last."""
     return output(name, lambda x: x[:, -tokens:].zero_(), rank=0)
 
 
-def _row(x: Tensor) -> Tensor:
+def _row(x):
     """One row of a head, `[D]`."""
     return x[0, x.shape[1] // 2, 0]
 
 
-def scaled(factor: float) -> Callable[[Call], Call]:
+def scaled(factor):
     return lambda call: replace(call, scale=call.scale * factor)
 
 
-def uncapped(call: Call) -> Call:
+def uncapped(call):
     return replace(call, softcap=None)
 
 
 class Faulty:
-    """A kernel that is given other calls than it was asked for, another LSE in the backward, and whose results are changed."""
+    """A kernel that is given other calls than it was asked for, and whose results are changed."""
 
-    def __init__(self, kernel: Any, forward: Any, backward: Any, change: Any, saved: Any):
-        self.kernel, self.calls, self.change, self.saved = kernel, (forward, backward), change, saved
+    def __init__(self, kernel, calls, change):
+        self.kernel, self.calls, self.change = kernel, calls, change
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernel, name)
+    def __getattr__(self, name):
+        own = getattr(self.kernel, name)
+        return partial(self.run, own, self.calls[name]) if name in self.calls else own
 
-    def takes_whole(self, q: Tensor, k: Tensor, call: Call) -> bool:
+    def takes_whole(self, *_):
         """Else a local call would go past this kernel."""
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Any, into: Any = None) -> Any:
-        results = self.kernel.forward(q, k, v, self.calls[0](call), into)
-        self.change(call, *results)
-        return results
-
-    def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Tensor, call: Any, into: Any = None) -> Any:
-        results = self.kernel.backward(dout, q, k, v, out, self.saved(lse), self.calls[1](call), into)
-        self.change(call, *results)
+    def run(self, own, other, *args):
+        results = own(*(other(x) if isinstance(x, Call) else x for x in args))
+        self.change(next(x for x in args if isinstance(x, Call)), *results)
         return results
 
 
-def _same(x: Any, *_: Any) -> Any:
-    return x
+def kernel(forward=lambda call: call, backward=lambda call: call, change=lambda call, *results: None):
+    """forward, backward: another call. change: of a call's results in place."""
+    return result(plan.kernels, "select", lambda own: Faulty(own, {"forward": forward, "backward": backward}, change))
 
 
-def kernel(forward: Any = _same, backward: Any = _same, change: Any = _same, saved: Any = _same) -> Seams:
-    """forward, backward: another call. change: of a call's results in place. saved: another LSE."""
-    return [
-        (plan.kernels, "select", lambda original, *args: Faulty(original(*args), forward, backward, change, saved)),
-    ]
-
-
-def of_remote(results: int, change: Callable[..., Any]) -> Seams:
+def of_remote(results, change):
     """Change results of calls on a remote rank's keys: two of a forward, or three of a backward."""
     return kernel(change=lambda call, *xs: change(*xs) if len(xs) == results and call.mask.full else None)
 
 
-def steps(change: Callable[[tuple[PlannedStep, ...]], tuple[PlannedStep, ...]]) -> Seams:
+def steps(change):
     """Change a rank's planned steps."""
-    return [(plan, "plan_steps", lambda original, *args: change(original(*args)))]
+    return result(plan, "plan_steps", change)
 
 
-def _last_key_dropped(planned: tuple[PlannedStep, ...]) -> tuple[PlannedStep, ...]:
+def _last_key_dropped(planned):
     """Of the remote shard's."""
     *before, last = planned
     calls = tuple(LocalCall(local.q, ((0, last.n_keys - 1),), local.call) for local in last.calls)
     return *before, replace(last, calls=calls)
 
 
-def _one_key_too_many(planned: tuple[PlannedStep, ...]) -> tuple[PlannedStep, ...]:
-    def wider(local: LocalCall) -> LocalCall:
+def _one_key_too_many(planned):
+    def wider(local):
         return replace(local, call=replace(local.call, mask=Band(-1, 1))) if local.call.mask == CAUSAL else local
 
     return tuple(replace(step, calls=tuple(map(wider, step.calls))) for step in planned)
 
 
-def merge(share: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]) -> Seams:
+def merge(share):
     """share: of both LSEs and the merged one, the factors of both parts and the LSE that is written."""
 
-    def merged(_: Any, out: Tensor, lse: Tensor, a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> None:
+    def merged(_, out, lse, a, lse_a, b, lse_b):
         *factors, total = share(lse_a, lse_b, torch.logaddexp(lse_a, lse_b))
         of_a, of_b = (x.transpose(-1, -2).unsqueeze(-1) for x in factors)
         out.copy_(a * of_a + b * of_b)
@@ -237,140 +232,103 @@ def merge(share: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor
     return [(parts, "merge_eager", merged)]
 
 
-def _kv_heads_swapped(original: Any, self: Any, *args: Any) -> None:
+def _kv_heads_swapped(original, self, *args):
     """The ranks of an exchange get each other's KV heads: those of the tensors behind the queries."""
     original(self, *args)
     self.heads[1:] = [[list(reversed(part)) for part in share] for share in self.heads[1:]]
 
 
-def lengths(change: Callable[[Any], Any]) -> Seams:
+def lengths(change):
     """A problem is made for other sequences."""
-    return [(Variant, "problem", lambda original, self, cu, *args: original(self, change(cu), *args))]
+    return argument(Variant, "problem", 1, change)
 
 
-def _tile_wider(original: Any, mask: Any, *args: Any) -> Any:
-    """Of a window one key more, wherever a mask is cut."""
+def _wider(mask):
+    """Of a window one key more."""
     mask = mask.copy()
     mask[mask[:, LO] > -UNBOUNDED, LO] -= 1
-    return original(mask, *args)
+    return mask
 
 
-def band(make: Callable[[bool, tuple[int, int]], Band]) -> Seams:
+def band(make):
     return [(Band, "of", lambda original, causal=False, window=(-1, -1): make(causal, window))]
 
 
-def _noted(original: Any, *args: Any) -> Any:
-    made = original(*args)
-    STATE.before = tuple(x.clone() for x in made)
-    return made
-
-
-def _pulled_before(original: Any, *args: Any) -> Any:
-    STATE.before = None
-    arriving = original(*args)
-    arriving.early = STATE.before
-    return arriving
-
-
-def _not_waited(original: Any, self: Any) -> Any:
+def _too_early(original, self):
+    """A step computes on what lies in its buffers before anything has come."""
     arrived = original(self)
-    return getattr(self, "early", None) or arrived
+    return arrived if self.transfer is None else tuple(map(torch.zeros_like, arrived))
 
 
-# A step computes on what lies in its buffers before anything has come.
-KEYS_TOO_EARLY: Seams = [
-    (keys, "empty_pair", _noted),
-    (keys.LocalKeys, "pull", _pulled_before),
-    (keys.Arriving, "wait", _not_waited),
-]
-
-
-def _in_backward(original: Any, *args: Any) -> Any:
+def _in_backward(original, *args):
     STATE.backward = True
-    try:
-        return original(*args)
-    finally:
-        STATE.backward = False
+    grads = original(*args)
+    STATE.backward = False
+    return grads
 
 
-def _stale(original: Any, self: Any) -> Any:
+def _stale(original, self):
     arrived, before = original(self), STATE.before
-    if not STATE.backward:
-        return arrived
-    STATE.before = tuple(x.clone() for x in arrived)
-    return arrived if before is None or before[0].shape != arrived[0].shape else before
+    if STATE.backward:
+        STATE.before = tuple(x.clone() for x in arrived)
+    return before if STATE.backward and before and before[0].shape == arrived[0].shape else arrived
 
 
-def _raise_last(lse: Tensor) -> Tensor:
+def _raise_last(lse):
     """By log 2, of the last quarter of the tokens."""
     lse[..., -(lse.shape[-1] // 4) :] += math.log(2)
     return lse
 
 
-def _sinks_noted(original: Any, q: Any, k: Any, v: Any, plan: Any, sinks: Any = None) -> Any:
+def _sinks_noted(original, q, k, v, plan, sinks=None):
     STATE.before = sinks
     return original(q, k, v, plan, sinks)
 
 
-SINKS_DROPPED: Seams = [
+SINKS_DROPPED = [
     (executor, "with_sinks", lambda original, out, lse, sinks: (out, lse)) for executor in (exchange, tree, dilated)
 ]
-SINKS_IN_EVERY_STEP: Seams = [
+SINKS_IN_EVERY_STEP = [
     SINKS_DROPPED[0],
     (exchange, "forward", _sinks_noted),
     *kernel(change=lambda call, *xs: with_sinks(*xs, STATE.before) if len(xs) == 2 else None),
 ]
 UNCAPPED = kernel(uncapped, uncapped)
-BF16_SUMS: Seams = [
-    (owner, "accumulation_dtype", lambda original, dtype: torch.bfloat16) for owner in (grad_sum, parts)
-]
-PLANNED_AS_CAUSAL: Seams = [(plan, "mask_of", lambda original, *args: CAUSAL)]
+PLANNED_AS_CAUSAL = result(plan, "mask_of", lambda mask: CAUSAL)
 
 
-def argument_dropped(*names: str) -> Seams:
-    """A call is made without these arguments."""
-
-    def planted(original: Any, self: Any, *xs: Any, **given: Any) -> Any:
-        return original(self, *xs, **{name: x for name, x in given.items() if name not in names})
-
-    return [(api.ContextParallel, "__call__", planted)]
+def argument_dropped(*names):
+    return call(lambda given: {name: x for name, x in given.items() if name not in names})
 
 
-def borders_of_the_call_before(when: Callable[[], bool]) -> Seams:
-    def planted(original: Any, self: Any, *xs: Any, **given: Any) -> Any:
+def borders_of_the_call_before(when):
+    def change(given):
         before, STATE.before = STATE.before, given["cu_seqlens"]
-        borders = before if before is not None and when() else given["cu_seqlens"]
-        return original(self, *xs, **given | {"cu_seqlens": borders})
+        return given | {"cu_seqlens": before} if before is not None and when() else given
 
-    return [(api.ContextParallel, "__call__", planted)]
+    return call(change)
 
 
-def later(when: Callable[[], bool]) -> Seams:
+def later(when):
     """The last token of every output but the LSE is zeroed."""
 
-    def change(named: dict[str, Tensor], plan: Plan) -> None:
-        STATE.calls += "out" in named
+    def change(mine):
+        STATE.calls += "out" in mine
         if when():
-            for name in named.keys() - {"lse"}:
-                named[name][:, -1:] = 0
+            for name in mine.keys() - {"lse"}:
+                mine[name][:, -1:] = 0
 
     return outputs(change)
 
 
-PLANTS: dict[str, dict[str, Seams]] = {
+PLANTS = {
     "zigzag": {
         "NaN gradients": kernel(change=lambda call, *xs: xs[1].view(-1)[0].fill_(torch.nan) if len(xs) == 3 else None),
-        "chunks swapped": [
-            (
-                api.ContextParallel,
-                "_shards",
-                lambda original, self, *args: tuple(tuple(reversed(shard)) for shard in original(self, *args)),
-            )
-        ],
+        "chunks swapped": result(api.ContextParallel, "_shards", lambda shards: tuple(shard[::-1] for shard in shards)),
         "one key too many": steps(_one_key_too_many),
         "backward scale x1.005": kernel(backward=scaled(1.005)),
         "scale x1.0025": kernel(scaled(1.0025), scaled(1.0025)),
-        "dk and dv swapped": outputs(lambda x, plan: x.update(dk=x["dv"], dv=x["dk"]) if "dk" in x else None),
+        "dk and dv swapped": outputs(lambda x: x.update(dk=x["dv"], dv=x["dk"]) if "dk" in x else None),
         "dq of the last token zeroed": last_zeroed("dq", 1),
         "dv of the last token zeroed": last_zeroed("dv", 1),
         "dq x1.005": output("dq", lambda x: x.mul_(1.005)),
@@ -381,8 +339,8 @@ PLANTS: dict[str, dict[str, Seams]] = {
         ),
         "a step's gradients twice": of_remote(3, lambda *gradients: [x.mul_(2) for x in gradients]),
         "LSE of remote keys + log 2": of_remote(2, lambda out, lse: lse.add_(math.log(2))),
-        "LSE for the backward + log 2": kernel(saved=lambda lse: _raise_last(lse.clone())),
-        "keys used before they came": KEYS_TOO_EARLY,
+        "LSE for the backward + log 2": argument(autograd, "_backward", 6, lambda lse: _raise_last(lse.clone())),
+        "keys used before they came": [(keys.Arriving, "wait", _too_early)],
         "wrong from the second call on": later(lambda: STATE.calls >= 2),
         "wrong in the timed call alone": later(lambda: STATE.calls == 4),
         "wrong once the check is over": later(lambda: STATE.checked),
@@ -406,53 +364,34 @@ PLANTS: dict[str, dict[str, Seams]] = {
     },
     "causal ring": {
         "stale keys in a ring's backward": [(autograd, "_backward", _in_backward), (keys.Arriving, "wait", _stale)],
-        "sums kept in bf16": BF16_SUMS,
+        "sums kept in bf16": [
+            *result(grad_sum, "accumulation_dtype", lambda dtype: torch.bfloat16),
+            *result(parts, "accumulation_dtype", lambda dtype: torch.bfloat16),
+        ],
         "causal lost in Band.of": band(lambda causal, window: Band(*window)),
     },
     "two heads": {
         "dk of a head zeroed": output("dk", lambda x: x[..., 1, :].zero_()),
         "dk of a head halved on remote keys": of_remote(3, lambda dq, dk, dv: dk[..., 1, :].mul_(0.5)),
     },
-    "math": {
-        "math scores wrong with kernel=math": [
-            (math_kernel, "_scores", lambda original, q, k, call: original(q, k, scaled(1.05)(call)))
-        ]
-    },
+    "math": {"math scores wrong with kernel=math": argument(math_kernel, "_scores", 2, scaled(1.05))},
     "ulysses": {"KV heads exchanged wrongly": [(all_to_all.Group, "__init__", _kv_heads_swapped)]},
     "documents": {"documents attend across borders": PLANNED_AS_CAUSAL},
     "named window": {"a window became causal": PLANNED_AS_CAUSAL},
     "chunks": {
-        "a mask built for another length": [
-            (Mask, "rectangles", lambda original, self, tokens: original(self, tokens - tokens // 8))
-        ],
-        "ranks were given different masks": [
-            (
-                NamedMask,
-                "make",
-                lambda original, self: original(
-                    replace(self, parameters={"chunk": 96}) if dist.get_rank() == 1 else self
-                ),
-            )
-        ],
+        "a mask built for another length": argument(Mask, "rectangles", 1, lambda tokens: tokens - tokens // 8),
+        "ranks were given different masks": argument(
+            NamedMask, "make", 0, lambda mask: replace(mask, parameters={"chunk": 96}) if dist.get_rank() == 1 else mask
+        ),
     },
-    "ring window": {"tile off by one": [(cuts, "cut", _tile_wider)]},
+    "ring window": {"tile off by one": argument(cuts, "cut", 0, _wider)},
     "window": {
-        "band_matrix off by one": [
-            (
-                decompose,
-                "band_matrix",
-                lambda original, mask, *args: original(
-                    Band(mask.left + 1, mask.right) if mask.left > 0 else mask, *args
-                ),
-            )
-        ],
-        "decompose.parts off by one": [  # of each part's keys the first is lost
-            (
-                decompose,
-                "cut",
-                lambda original, *args: [(q, (c + (d - c > 1), d), mask) for q, (c, d), mask in original(*args)],
-            )
-        ],
+        "band_matrix off by one": argument(
+            decompose, "band_matrix", 0, lambda mask: Band(mask.left + 1, mask.right) if mask.left > 0 else mask
+        ),
+        "decompose.parts off by one": result(  # of each part's keys the first is lost
+            decompose, "cut", lambda parts: [(q, (c + (d - c > 1), d), mask) for q, (c, d), mask in parts]
+        ),
         "window lost in Band.of": band(lambda causal, window: Band(-1, 0) if causal else Band(*window)),
     },
     "packed": {
@@ -486,9 +425,7 @@ PLANTS: dict[str, dict[str, Seams]] = {
             f"softcap={cap} 1% higher in the backward": kernel(
                 backward=lambda call: replace(call, softcap=call.softcap and call.softcap * 1.01)
             ),
-            f"softcap={cap} with its slope twice": [
-                (math_kernel, "_slope", lambda original, *args: original(*args).square_())
-            ],
+            f"softcap={cap} with its slope twice": result(math_kernel, "_slope", Tensor.square_),
         }
         for cap in SOFTCAPS
     },
@@ -497,17 +434,14 @@ PLANTS: dict[str, dict[str, Seams]] = {
         "softcap of a mixture dropped": UNCAPPED,
         "a pair of a mixture not merged": [(dilated, "merge", lambda original, *args: None)],
     },
-    "values": {
-        "values cut off by one dim": [(padded_values, "_cut", lambda original, x, like: original(x.roll(-1, -1), like))]
-    },
+    "values": {"values cut off by one dim": argument(padded_values, "_cut", 0, lambda x: x.roll(-1, -1))},
 }
 
 
-def gate(me: Rank, spec: Experiment) -> tuple[str | None, dict[str, Any], dict[str, Any] | None]:
+def gate(me, spec):
     """Why both checks, with an iteration between them as if it were timed, fail, None where they pass; and what they found."""
-    STATE.checked = False
     work = AttentionWork(me, spec)
-    with changed(Local, "__init__", _without_a_fault), changed(Local, "outputs", _without_a_fault):
+    with changed((Local, "__init__", _without_a_fault), (Local, "outputs", _without_a_fault)):
         checked = check(me, spec, work)
     if not checked.fields["passed"]:
         return checked.fields["why"], checked.fields, None
@@ -518,7 +452,7 @@ def gate(me: Rank, spec: Experiment) -> tuple[str | None, dict[str, Any], dict[s
     return timed["why"], checked.fields, timed
 
 
-def shipped(me: Rank, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def shipped(me, runs):
     """By run what the gate says of the code as it is, without the runs that the kernel cannot do."""
     found = {}
     for name, run in runs.items():
@@ -527,12 +461,12 @@ def shipped(me: Rank, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def planted(me: Rank, runs: dict[str, dict[str, Any]]) -> dict[str, str | None]:
+def planted(me, runs):
     """By fault why the gate failed (None: it passed)."""
     why = {}
     for run, faults in PLANTS.items():
         for name, seams in faults.items():
-            with changed_all(seams):
+            with changed(*seams):
                 try:
                     why[name] = gate(me, Experiment.from_plain(runs[run]))[0]
                 except UnsupportedHere as error:  # the ranks' agreement, before anything is computed
@@ -540,13 +474,12 @@ def planted(me: Rank, runs: dict[str, dict[str, Any]]) -> dict[str, str | None]:
     return why
 
 
-def timed(me: Rank, run: dict[str, Any], name: str) -> dict[str, Any]:
+def timed(me, run, name):
     """The result of a whole run with a fault of a zigzag, which knows when the timing begins."""
-    STATE.checked = False
 
-    def measured(original: Any, *args: Any) -> Any:
+    def measured(original, *args):
         STATE.checked = True
         return original(*args)
 
-    with changed(timing, "measure", measured), changed_all(PLANTS["zigzag"][name]):
+    with changed((timing, "measure", measured), *PLANTS["zigzag"][name]):
         return job.run(me, run, None)
