@@ -13,23 +13,23 @@ from runner.measure.statistics import of_ranks, ratio_interval
 from runner.output import results
 from runner.report.verdicts import verdict
 from tests.support.paths import ROOT
-from tests.support.recorded import result, write, written
+from tests.support.recorded import result, written
 
 
-def with_interval(value: dict, width: float | None) -> dict:
+def with_interval(value, width):
     """The medians are known to so many ms on either side; None: too few samples for an interval."""
     for times in value["timing"]["passes"].values():
-        times["ci95"] = (times["median"] - width, times["median"] + width) if width is not None else None
+        times["ci95"] = width and (times["median"] - width, times["median"] + width)
     return value
 
 
-def sets(folder: Path, before: list[dict], after: list[dict]) -> list[str]:
+def sets(folder, before, after):
     return [str(written(folder / name, *values)) for name, values in (("before", before), ("after", after))]
 
 
 @pytest.fixture
 def compared(capsys):
-    def call(*arguments: str) -> tuple[int, str]:
+    def call(*arguments):
         return compare.main(arguments), capsys.readouterr().out
 
     return call
@@ -52,7 +52,7 @@ def test_a_pass_is_slower_beyond_the_tolerance_and_the_noise(tmp_path, compared,
     assert f"total in B over A: {after / 10:.3f} (geometric mean of 1)" in text
 
 
-def noisy(draw: random.Random, ms: float, noise: float, n: int) -> list:
+def noisy(draw, ms, noise, n):
     """Samples as GPUs give them: each resembles the last, the clock drifts by `noise`, and some are far off."""
     samples, now = [], draw.gauss(0, 1)
     turn = draw.choice([-1, 1])
@@ -63,38 +63,32 @@ def noisy(draw: random.Random, ms: float, noise: float, n: int) -> list:
     return samples
 
 
-def sampled(folder: Path, ms: float, noise: float, seed: int) -> Path:
+def sampled(folder, ms, noise):
     """A run whose forward takes about `ms`, with samples; backward takes twice that."""
-    draw = random.Random(seed)
+    draw, value = random.Random(folder.name), result("zigzag", ms)
     ranks = [{"forward": noisy(draw, ms, noise, 20), "backward": noisy(draw, 2 * ms, noise, 20)} for _ in range(2)]
-    value = result("zigzag", ms)
     value["timing"] |= of_ranks(ranks, 0.0)
-    write(folder / value["name"], value)
+    written(folder, value)
     results.write_samples(folder / value["name"] / "samples.parquet", ranks)
-    return folder
+    return str(folder)
 
 
 @pytest.mark.parametrize(
     ("factor", "noise", "expected"), [(1.2, 0.015, "slower"), (1.005, 0.003, "even"), (1.005, 0.05, "inconclusive")]
 )
 def test_a_planted_change_is_found_and_noise_is_not_called_one(tmp_path, compared, factor, noise, expected):
-    a, b = sampled(tmp_path / "a", 10, noise, 1), sampled(tmp_path / "b", 10 * factor, noise, 2)
-    status, said = compared(str(a), str(b))
+    a, b = (sampled(tmp_path / x, ms, noise) for x, ms in (("a", 10), ("b", 10 * factor)))
+    status, said = compared(a, b)
     assert f"1 run: 1 {expected};" in said and status == (expected == "slower")
     assert ("(B/A " in said) == (expected != "even")
-    pack.pack(b, b)
-    assert compared(str(a), str(b)) == (status, said)  # packed too
-
-
-def test_samples_without_rounds_count_and_those_of_another_run_do_not(tmp_path, compared):
-    a, b = sampled(tmp_path / "a", 10, 0.01, 1), sampled(tmp_path / "b", 12, 0.01, 2)
-    said = compared(str(a), str(b))
-    (path,) = a.glob("*/samples.parquet")
-    (theirs,) = b.glob("*/samples.parquet")
+    pack.pack(Path(b), Path(b))
+    assert compared(a, b) == (status, said)  # packed too
+    (path,) = Path(a).glob("*/samples.parquet")
     pd.read_parquet(path).drop(columns="round").to_parquet(path)  # as in older packed sweeps
-    assert compared(str(a), str(b)) == said
-    path.write_bytes(theirs.read_bytes())
-    assert compared(str(a), str(b))[0] == said[0] == 1
+    assert compared(a, b) == (status, said)
+    (theirs,) = Path(b).glob("*/samples.parquet")
+    path.write_bytes(theirs.read_bytes())  # of another run: they do not count
+    assert compared(a, b)[0] == status
 
 
 @pytest.mark.parametrize("n", [6, 20])
@@ -125,20 +119,24 @@ def test_half_a_percent_is_never_claimed_of_runs_that_took_turns():
 
 
 def test_what_failed_was_mended_is_missing_or_new_is_said(tmp_path, compared):
-    ok = [result("zigzag", 2), result("ring", 3), result("ulysses", 2), result("llama3", 4)]
-    failed = {name: result(name, None, status="oom", reason=f"rank 1: {name}") for name in ("ring", "stripe", "usp")}
-    before = [*ok, failed["stripe"], failed["usp"], result("dense", None, status="oom")]
-    after = [result("zigzag", 2), failed["ring"], result("stripe", 5), failed["usp"], result("zigzag_llama3", 2), ok[3]]
+    def failed(name):
+        return result(name, None, status="oom", reason=f"rank 1: {name}")
+
+    ok = [result(name, 2) for name in ("zigzag", "ring", "ulysses")]
+    before = [*ok, failed("stripe"), failed("usp"), failed("dense")]
+    after = [result("zigzag", 2), failed("ring"), result("stripe", 5), failed("usp"), result("llama3", 2)]
     status, said = compared(*sets(tmp_path, before, after))
-    assert status == 1
     rows = {line.split("|")[1].strip(): line for line in said.splitlines() if line.startswith("| ")}
-    assert "**broken: oom, rank 1: ring**" in rows["ring"] and "3.000 → none" in rows["ring"]
-    assert "**missing in B**" in rows["ulysses"] and "only in A, not ok there: oom |" in rows["dense"]
-    assert "mended: oom, rank 1: stripe" in rows["stripe"] and "**" not in rows["stripe"]
-    assert "not ok in both: oom, rank 1: usp" in rows["usp"] and "new in B" in rows["zigzag_llama3"]
-    assert "8 runs: 2 even, 1 broken, 1 mended" in said.splitlines()[-1]
-    assert compare.main([str(written(tmp_path / "both", *ok)), str(written(tmp_path / "one", ok[0]))]) == 2
-    assert compare.main([str(tmp_path / "one"), str(tmp_path / "both")]) == 0
+    for name, text in {
+        "ring": "2.000 → none", "ulysses": "**missing in B**", "dense": "only in A, not ok there: oom, rank 1: dense |",
+        "stripe": "mended: oom, rank 1: stripe", "usp": "not ok in both: oom, rank 1: usp", "llama3": "new in B",
+    }.items():  # fmt: skip
+        assert text in rows[name]
+    assert status == 1 and "**broken: oom, rank 1: ring**" in rows["ring"] and "**" not in rows["stripe"]
+    assert "7 runs: 1 broken, 1 mended, 1 even, 1 new in B" in said.splitlines()[-1]
+    one = str(written(tmp_path / "one", ok[0]))
+    both = str(tmp_path / "before")
+    assert [compared(both, one)[0], compared(one, both)[0]] == [2, 0]
 
 
 def test_a_refused_run_is_found_again_by_what_was_asked(tmp_path, compared):
@@ -177,12 +175,12 @@ def test_more_memory_is_worse_beyond_its_noise(tmp_path, compared, key, mib, sai
 def test_the_latest_of_repeated_runs_counts_and_other_work_is_apart(tmp_path, compared):
     before = [result("zigzag", 2, started_at=1.0), result("zigzag", 9, started_at=0.5)]
     after = [result("zigzag", 2, started_at=9.0), result("zigzag", 7, seq_len=8192)]
-    others = [result("zigzag", 2) for _ in range(3)]
     changes = {"model": {"name": "decoder_tiny"}, "softcap": 30.0, "mask": {"name": "chunked", "chunk": 64}}
-    for (key, value), other in zip(changes.items(), others, strict=True):
+    for key, value in changes.items():
+        after.append(other := result("zigzag", 2))
         other["config"][key] = value
         other["name"] += key
-    status, said = compared(*sets(tmp_path, before, [*after, *others]))
+    status, said = compared(*sets(tmp_path, before, after))
     assert status == 0 and "2.000 → 2.000 (+0.0%)" in said and "5 runs: 4 new in B, 1 even" in said
 
 
@@ -201,34 +199,33 @@ def test_many_sets_are_compared_from_commit_to_commit(tmp_path, compared, known)
     log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.split() if known else ["a", "b"]
     if len(log) < 2:
         pytest.skip("a copy without history")
-    for name, day, commit in zip(("first", "last"), (3 if known else 1, 2), log, strict=True):
+    days = {"first": 3 if known else 1, "last": 2, "between": 4}
+    for (name, day), commit in zip(days.items(), (*log, log[1]), strict=True):
         value = result("zigzag", 2, started_at=86400.0 * day)
         value["environment"]["git"] = {"commit": commit, "dirty": False}
         written(tmp_path / name, value)
-    written(tmp_path / "between", value | {"environment": value["environment"] | {"started_at": 86400.0 * 4}})
-    folders = [str(tmp_path / name) for name in ("first", "last", "between")]
+    folders = [str(tmp_path / name) for name in days]
     said = compared(*folders[::-1])[1]
-    assert [line for line in said.splitlines() if line.startswith("## ")] == [
-        f"## {a} → {b}" for a, b in pairwise(folders)
-    ]
+    titles = [line for line in said.splitlines() if line.startswith("## ")]
+    assert titles == [f"## {a} → {b}" for a, b in pairwise(folders)]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("line", "said"),
     [
-        (["A", "nothing"], "nothing: no result.json or results.parquet there or below"),
-        (["A", "B"], "A and B: nothing was asked for in both; compared are runs with the same variant"),
-        (["A", "A", "--tolerance", "-1"], "--tolerance -1.0: must be at least 0; 0.02 is 2%"),
-        (["A", "A", "--where", "nonsense=1"], "--where nonsense=1: must be KEY=VALUE"),
-        (["A", "A", "--pass", "backward"], "--pass backward: no run has it"),
+        ("A nothing", "nothing: no result.json or results.parquet there or below"),
+        ("A B", "A and B: nothing was asked for in both; compared are runs with the same variant"),
+        ("A A --tolerance -1", "--tolerance -1.0: must be at least 0; 0.02 is 2%"),
+        ("A A --where nonsense=1", "--where nonsense=1: must be KEY=VALUE"),
+        ("A A --pass backward", "--pass backward: no run has it"),
     ],
 )
-def test_what_cannot_be_compared_is_one_clear_line(tmp_path, monkeypatch, capsys, arguments, said):
-    values = [result(name, 2) for name in ("zigzag", "ring")]
-    for folder, value in zip("AB", values, strict=True):
+def test_what_cannot_be_compared_is_one_clear_line(tmp_path, monkeypatch, capsys, line, said):
+    monkeypatch.chdir(tmp_path)
+    for folder, name in (("A", "zigzag"), ("B", "ring")):
+        value = result(name, 2)
         del value["timing"]["passes"]["backward"]
         written(tmp_path / folder, value)
-    monkeypatch.chdir(tmp_path)
-    assert compare.main(arguments) == 2
+    assert compare.main(line.split()) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.startswith(f"error: {said}") and err.count("\n") == 1

@@ -1,6 +1,5 @@
 """Phases: the recorder that the executors call, and the table that its rows become."""
 
-import time
 from contextlib import contextmanager
 from statistics import pstdev
 
@@ -13,7 +12,7 @@ from runner.measure.phases import on_one_clock, shares, summary, times_of
 CPU = torch.device("cpu")
 
 
-def rows(*by_rank: dict[str, float | list[float]], which: str = "forward", iteration: int = 0) -> list[dict]:
+def rows(*by_rank, which="forward", iteration=0):
     """One iteration's rows; a list gives a phase's steps."""
     return [
         {"iteration": iteration, "rank": rank, "pass": which, "phase": name, "step": step, "ms": value}
@@ -23,7 +22,7 @@ def rows(*by_rank: dict[str, float | list[float]], which: str = "forward", itera
     ]
 
 
-def summarized(recorded: list[dict], world: int = 1, which: str = "forward") -> dict:
+def summarized(recorded, world=1, which="forward"):
     """The summary of a pass, which adds up row by row and in its sums."""
     entry = summary(times_of(recorded, world)[which])
     shares = sum(phase["share"] for name, phase in entry["phases"].items() if not name.startswith("comm_"))
@@ -54,23 +53,24 @@ def test_the_table_is_the_slowest_ranks_and_transfers_run_beside():
     one = {"pass": 10.0, "comp_block": [3.0, 2.0], "comp_merge": 0.5, "wait_kv": 2.5, "comm_kv": 4.0}
     two = {"pass": 8.0, "comp_block": [2.0, 1.0], "comp_merge": 1.0, "wait_kv": 1.0, "comm_kv": 6.0}
     found = summarized([row for i in range(3) for row in rows(one, two, iteration=i)], 2)
-    assert (found["rank"], found["total_ms"], found["iterations"]) == (0, 10, 3)
+    expected = {
+        "rank": 0, "iterations": 3, "total_ms": 10, "compute_ms": 5.5, "exposed_communication_ms": 2.5, "other_ms": 2,
+        "compute_share": 0.55, "communication_share": 0.25, "compute_by_rank_ms": [5.5, 4], "exposed_by_rank_ms": [2.5, 1],
+    }  # fmt: skip
+    assert {key: found[key] for key in expected} == expected
     # the steps of an iteration are summed
     every = {"mean_ms": 5, "deviation_ms": 0, "total_ms": 15}
     assert found["phases"]["comp_block"] == {"ms": 5, "share": 0.5, "by_rank_ms": [5, 3], **every}
-    assert (found["compute_ms"], found["exposed_communication_ms"], found["other_ms"]) == (5.5, 2.5, 2)
-    assert (found["compute_share"], found["communication_share"]) == (0.55, 0.25)
-    assert (found["compute_by_rank_ms"], found["exposed_by_rank_ms"]) == ([5.5, 4], [2.5, 1])
 
 
 def test_sums_are_of_the_middle_half_of_the_iterations_and_spreads_of_all():
     # passes of 10, 20, .. 80 ms: 30 to 60 count
     passes = [80.0, 10.0, 60.0, 20.0, 30.0, 70.0, 40.0, 50.0]
-    recorded = [rows({"pass": ms, "comp_block": ms / 2, "wait_kv": ms / 5}, iteration=i) for i, ms in enumerate(passes)]
-    found = summarized([row for iteration in recorded for row in iteration])
-    assert (found["total_ms"], found["compute_ms"]) == (45, 22.5)
+    found = summarized(
+        [row for i, ms in enumerate(passes) for row in rows({"pass": ms, "comp_block": ms / 2}, iteration=i)]
+    )
     block = found["phases"]["comp_block"]
-    assert (block["ms"], block["total_ms"], block["mean_ms"]) == (22.5, 180, 22.5)
+    assert (found["total_ms"], block["ms"], block["total_ms"], block["mean_ms"]) == (45, 22.5, 180, 22.5)
     assert block["deviation_ms"] == pytest.approx(pstdev(passes) / 2)
 
 
@@ -85,8 +85,8 @@ def test_phases_outside_of_a_run_have_a_table():
     with record() as phases:
         for _ in range(2):
             with phase("mine"), phase("comp_block"):
-                time.sleep(0.002)
-    assert 4 <= sum(phases.ms["comp_block"]) <= sum(phases.ms["mine"]) <= phases.total_ms
+                pass
+    assert 0 < sum(phases.ms["comp_block"]) <= sum(phases.ms["mine"]) <= phases.total_ms
     table = [line.split()[:2] for line in str(phases).splitlines()[1:]]
     assert table == [["comp_block", "2"], ["mine", "2"], ["whole", "block"]]
 
@@ -104,17 +104,12 @@ def test_a_layers_backward_is_a_phase_that_others_interrupt():
             with phase("wait_kv"):
                 return 2 * grad
 
-    def two(x, factor):
-        return Recomputed.apply(x) * factor, x + 1
-
     recorder = Recorder(CPU)
     with recording(recorder):
-        first = layer("comp_first", two, x * 1, 3.0)
-        out = layer("comp_second", torch.sum, first[0] * first[1])
-        out.backward()
-    assert [span.name for span in recorder.spans] == [
-        *("comp_first", "comp_second"), "comp_second", "comp_first", "wait_kv", "comp_first",
-    ]  # fmt: skip
+        first = layer("comp_first", lambda x: (3 * Recomputed.apply(x), x + 1), x * 1)
+        layer("comp_second", torch.sum, first[0] * first[1]).backward()
+    names = [span.name for span in recorder.spans]
+    assert names == ["comp_first", "comp_second", "comp_second", "comp_first", "wait_kv", "comp_first"]
     ends = [end for span in recorder.spans for end in span.since(0)]
     assert recorder.layer is None and ends == sorted(ends)  # no two at one time
     assert x.grad.tolist() == [18.0] * 4  # of 6 x (x + 1)
@@ -134,7 +129,6 @@ def test_phases_are_recorded_by_the_innermost_recorder_with_ranges_around_them_a
         with phase("comp_a", 3), phase("mine"):
             pass
         with recording(inner), pytest.raises(RuntimeError), phase("comp_b"):
-            time.sleep(0.01)
             raise RuntimeError
         with phase("comm_c"):
             pass
@@ -144,7 +138,7 @@ def test_phases_are_recorded_by_the_innermost_recorder_with_ranges_around_them_a
     assert ranges[:4] == ["comp_a", "mine", "end of mine", "end of comp_a"]
     (span,) = inner.spans
     start, stop = span.since(0)
-    assert span.name == "comp_b" and 10 <= stop - start < 1000
+    assert span.name == "comp_b" and start < stop
 
 
 @pytest.mark.parametrize("name", ["", "pass", "a,b"])
