@@ -221,13 +221,15 @@ def test_other_orders_are_new_packed_batches_of_the_same_lengths():
     assert {tuple(sorted(order)) for order in orders} == {(1, 2, 2, 3)} and orders == other_orders(lengths, 11, seed=4)
 
 
-def test_a_models_samples_are_of_one_layer(monkeypatch):
+def test_a_models_samples_are_of_one_layer(watch, monkeypatch):
+    monkeypatch.setattr(timing, "Stopwatch", lambda *_, **options: watch)
     # of a pair of marks, which a sample of three layers has one of
     monkeypatch.setattr(timing, "overhead_ms", lambda watch: 6.0)
-    monkeypatch.setattr(Timer, "sample", lambda timer, runs: {which: [60.0] * runs for which in timer.work.passes})
     work = Attention("timing.layers=3", "timing.timing_runs=2")
+    work.out, work.run = None, watch.work(forward=[20.0], backward=[50.0]).work.run
     measured, _ = timing.measure(work, 0.04)
-    assert measured["samples"][0] == {"forward": [20.0] * 2, "backward": [20.0] * 2}
+    assert watch.log.count("forward") == 3 * (1 + 2)  # a warm-up and samples
+    assert measured["samples"] == [{"forward": [20.0] * 2, "backward": [50.0] * 2}]
     assert measured["timing"]["overhead_ms"] == 2.0
 
 
