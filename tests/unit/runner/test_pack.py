@@ -1,7 +1,6 @@
 """A packed sweep: a few files in place of a folder a run, with every number, read as the folders are."""
 
 import json
-from pathlib import Path
 
 import pyarrow.csv
 import pyarrow.parquet as pq
@@ -13,34 +12,26 @@ from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
-from tests.support.recorded import kernel_rows, result, write, written
-
-KERNELS = ["rank", "kernel", "calls", "total_ms", "mean_us"]
+from tests.support.recorded import kernel_rows, phase_rows, result, write, written
 
 
 @pytest.fixture
-def sweep(tmp_path) -> Path:
+def sweep(tmp_path):
     """Four runs, one refused; two have samples and phases, one a table of kernels."""
-    folder = written(
-        tmp_path / "sweep", *(result(name, ms) for name, ms in (("zigzag", 2.0), ("ring", 3.1), ("usp", 1 / 3)))
-    )
-    written(folder, result("ulysses", None, status="unsupported", reason="no <GPU> | here"))
-    for number, path in enumerate(sorted(folder.glob("*/result.json"))[:2]):
+    values = [result(name, ms) for name, ms in (("zigzag", 2.0), ("ring", 3.1), ("usp", 1 / 3))]
+    refused = result("ulysses", None, status="unsupported", reason="no <GPU> | here")
+    folder = written(tmp_path / "sweep", *values, refused)
+    for number, run in enumerate(runs_of(folder)[:2]):
         samples = [{"forward": [(i + number) / 7 for i in range(9)], "backward": [1e-7, 123456.789]}] * 2
-        results.write_samples(path.parent / "samples.parquet", samples)
-        rows = [
-            {"iteration": i, "rank": 1, "pass": "forward", "phase": "comm_kv", "step": -1, "ms": (i + 1) / 3}
-            | {"start_ms": i / 7, "stop_ms": i / 7 + 1}
-            for i in range(5)
-        ]
-        results.write_csv(path.parent / "phases.csv", rows, results.PHASE_COLUMNS)
+        results.write_samples(run / "samples.parquet", samples)
+        results.write_csv(run / "phases.csv", phase_rows(), results.PHASE_COLUMNS)
     kernels = [{"rank": 0, "kernel": 'a, "b" <c>', "calls": 3, "total_ms": 0.1, "mean_us": 1e3 / 3}]
-    results.write_csv(path.parent / "kernels.csv", kernels, KERNELS)
-    results.write_csv(path.parent / "kernel_times.csv", kernel_rows(world=2), results.KERNEL_TIME_COLUMNS)
+    results.write_csv(run / "kernels.csv", kernels, [*kernels[0]])
+    results.write_csv(run / "kernel_times.csv", kernel_rows(), results.KERNEL_TIME_COLUMNS)
     return folder
 
 
-def runs_of(sweep: Path) -> list[Path]:
+def runs_of(sweep):
     return sorted(path.parent for path in sweep.glob("*/result.json"))
 
 
@@ -65,35 +56,34 @@ def test_every_number_is_in_the_packed_sweep(sweep, tmp_path, capsys):
 
 
 def test_a_packed_sweep_is_reported_compared_and_resumed_as_its_folders_are(sweep, capsys):
-    def seen() -> list:
+    def seen():
         runs = report_runs.read([sweep])
         samples = {run.name: table_of(run, "samples") for run in reader.read_results(sweep)[0]}
-        return [runs_table(runs).markdown(), comparison_table(runs).markdown(), summary.sweep_rows(sweep), samples]
+        return runs_table(runs).markdown(), comparison_table(runs).markdown(), summary.sweep_rows(sweep), samples
 
-    folders, before = runs_of(sweep), seen()
+    first, second, *_ = folders = runs_of(sweep)
+    before = seen()
     assert pack.main([str(sweep), "--remove"]) == 0
     assert not any(folder.exists() for folder in folders) and seen() == before
-    (folders[0] / ".hydra").mkdir(parents=True)  # of a resumed run
+    (first / ".hydra").mkdir(parents=True)  # of a resumed run
     assert seen() == before and compare.main([str(sweep), str(sweep)]) == 0
     assert [plan.earlier(folder, "0").status for folder in folders].count("ok") == 3
-    assert plan.earlier(folders[0], "another") is None and "this run's is another" in capsys.readouterr().err
+    assert plan.earlier(first, "another") is None and "this run's is another" in capsys.readouterr().err
     # a run that was done again goes before the packed one, and is packed in its place
-    write(folders[0], plan.earlier(folders[0], "0").plain() | {"status": "crash", "reason": "again", "timing": None})
-    assert [run.status for run in reader.read_results(sweep)[0]].count("crash") == 1
+    write(first, plan.earlier(first, "0").plain() | {"status": "crash", "reason": "again", "timing": None})
     assert pack.main([str(sweep), "--remove"]) == 0
     statuses = {run.name: run.status for run in reader.read_results(sweep)[0]}
-    assert len(statuses) == 4 and statuses[folders[0].name] == "crash"
+    assert len(statuses) == 4 and statuses[first.name] == "crash"
     samples = pq.read_table(sweep / "samples.parquet")
-    assert set(samples["run"].to_pylist()) == {folders[1].name}  # of the run that was done again there are none
+    assert set(samples["run"].to_pylist()) == {second.name}  # of the run that was done again there are none
 
 
 def test_samples_of_an_earlier_version_without_rounds_are_packed_beside_those_of_now(sweep):
-    first, second = runs_of(sweep)[:2]
-    path = second / "samples.parquet"
+    path = runs_of(sweep)[1] / "samples.parquet"
     pq.write_table(pq.read_table(path).drop_columns(["round"]), path)
-    assert pack.main([str(sweep), "--remove"]) == 0
+    assert pack.main([str(sweep)]) == 0
     table = pq.read_table(sweep / "samples.parquet")
-    assert set(table["run"].to_pylist()) == {first.name, second.name} and set(table["round"].to_pylist()) == {0}
+    assert len({*table["run"].to_pylist()}) == 2 and {*table["round"].to_pylist()} == {0}
 
 
 def test_a_table_that_cannot_be_packed_leaves_the_packed_sweep_as_it_was(sweep, capsys):
@@ -105,20 +95,18 @@ def test_a_table_that_cannot_be_packed_leaves_the_packed_sweep_as_it_was(sweep, 
 
 
 @pytest.mark.parametrize(
-    ("make", "said"),
+    ("name", "status", "said"),
     [
-        (lambda folder: folder.mkdir(), "no run's folder with a result.json in it"),
-        (lambda folder: write(folder / "renamed", result("ring", 2)), "holds the run ring_w4_"),
-        (
-            lambda folder: written(folder, result("ring", 2) | {"status": "fine"}),
-            'is "fine"; remove it, or run it again',
-        ),
+        (None, "", "no run's folder with a result.json in it"),
+        ("renamed", "ok", "holds the run ring_w4_"),
+        ("ring", "fine", 'is "fine"; remove it, or run it again'),
     ],
 )
-def test_what_cannot_be_packed_is_one_clear_line_and_nothing_is_removed(tmp_path, capsys, make, said):
-    make(tmp_path / "s")
+def test_what_cannot_be_packed_is_one_clear_line_and_nothing_is_removed(tmp_path, capsys, name, status, said):
+    (tmp_path / "s").mkdir()
+    if name:
+        write(tmp_path / "s" / name, result("ring", 2) | {"status": status})
     before = sorted(tmp_path.rglob("*"))
     assert pack.main([str(tmp_path / "s"), "--remove"]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
-    assert sorted(tmp_path.rglob("*")) == before
+    assert said in error and error.count("\n") == 1 and sorted(tmp_path.rglob("*")) == before

@@ -197,7 +197,8 @@ def test_packed_variants_have_packed_batches_and_others_when_asked():
     work = resolved(f"attention={PACKED[0]}", "batch=2", "seq_len=64").workload
     assert (work.seqlens, work.batch, work.pairs) == ((8, 16, 32, 8) * 2, 1, 2 * (36 + 136 + 528 + 36))
     assert "128 tokens in 8 sequences" in work.describe()
-    assert resolved("attention=ring").workload.seqlens is None
+    for others in ("attention=ring",), (f"attention={PACKED[0]}", "model=decoder_tiny"):
+        assert resolved(*others).workload.seqlens is None
     work = resolved("attention=ring", "seqlens=[32,8,24]").workload
     assert (work.batch, work.seq_len, work.cu_seqlens) == (1, 64, (0, 32, 40, 64))
 

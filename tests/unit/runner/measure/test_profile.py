@@ -13,7 +13,7 @@ from runner.measure import profile as measured
 from runner.measure.profile import analyse, events_of, kernel_times, profile, together
 
 
-def event(category: str, name: str, start: float, stop: float) -> dict:
+def event(category, name, start, stop):
     return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": stop - start}
 
 
@@ -31,7 +31,7 @@ CUDA = [
 ALIGN = "ncclDevKernel_AllReduce_MinMax_u8_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
 
 
-def analysed(events: list[dict], waits=()) -> dict:
+def analysed(events, waits=()):
     return analyse(events_of(events, "cuda"), waits)
 
 
@@ -72,7 +72,7 @@ def test_a_stream_that_waits_is_exposed_communication_where_nothing_computes(eve
     assert (found["compute_ms"], found["communication_ms"]) == (30, 4)
 
 
-def two_iterations(late: float, base_ns: int) -> list[dict]:
+def two_iterations(late, base_ns):
     """Events of a GPU whose passes begin `late` us after the 1000th, 50,000th and so on since 1970 in us, relative to base_ns."""
     events = []
     for begin, name in zip((1000, 50_000, 100_000, 150_000), ("fwd", "bwd", "fwd", "bwd"), strict=True):
@@ -85,7 +85,7 @@ def two_iterations(late: float, base_ns: int) -> list[dict]:
     return [entry | {"ts": entry["ts"] - base_ns / 1e3} for entry in reversed(events)]
 
 
-def last_iteration(events: list[dict]):
+def last_iteration(events):
     return kernel_times(events_of(events, "cuda"), ("forward", "backward"))
 
 
@@ -96,15 +96,14 @@ def test_the_kernels_of_the_last_iteration_are_on_one_clock_whatever_the_traces_
     rows = together(by_rank, bases, ["host", "host"])
     assert left_out == (0, 0)
     keys = ("rank", "pass", "kernel", "kind", "start_ms", "stop_ms")
-    send = "ncclDevKernel_SendRecv(x)", "communication"
     assert [tuple(row[key] for key in keys) for row in rows] == [
-        row
+        (rank, which, *kernel, begin + after, begin + stop)
         for rank, late in ((0, 0), (1, 0.04))
         for which, begin in (("forward", 0), ("backward", 50))
-        for row in (
-            (rank, which, "pass", "pass", begin + late, begin + 12),
-            (rank, which, f"flash_{which[0]}wd", "compute", begin + late, begin + 10),
-            (rank, which, *send, begin + 5, begin + 12),
+        for *kernel, after, stop in (
+            ("pass", "pass", late, 12),
+            (f"flash_{which[0]}wd", "compute", late, 10),
+            ("ncclDevKernel_SendRecv(x)", "communication", 5, 12),
         )
     ]
     # the clocks of two hosts are shifted so that the ranks begin together
@@ -122,24 +121,22 @@ def test_of_many_kernels_the_longest_are_kept_and_without_an_alignment_there_are
 
 
 def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(tmp_path):
-    def run(which: str) -> None:
-        with phase("comp_block", 0):
-            torch.ones(8).add_(1)
-            time.sleep(0.02)
-        with phase("comm_kv", 0):
-            time.sleep(0.01)
+    def run(which):
+        for name in ("comp_block", "comm_kv"):
+            with phase(name, 0):
+                time.sleep(0.01)
 
     me = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"), folder=tmp_path / "world", gather=lambda x: [x])
     me.folder.mkdir()
     found = profile(SimpleNamespace(me=me, passes=("forward",), run=run), 4, tmp_path)
     (about,) = found["profile"]
-    assert about["compute_ms"] >= 20 and about["communication_ms"] >= 10
+    assert about["compute_ms"] >= 10 <= about["communication_ms"]  # a sleep is never shorter
     assert (about["runs"], about["kernels_left_out"]) == (4, 0)
-    assert [(row["kernel"], row["kind"]) for row in found["kernel_times"]] == [
-        *(("pass", "pass"), ("comp_block", "compute"), ("comm_kv", "communication")),
-    ]
-    whole, block, transfer = ((row["start_ms"], row["stop_ms"]) for row in found["kernel_times"])
-    assert whole[0] == 0 <= block[0] < block[1] <= transfer[0] < transfer[1] <= whole[1]
+    kinds = {"pass": "pass", "comp_block": "compute", "comm_kv": "communication"}
+    assert {row["kernel"]: row["kind"] for row in found["kernel_times"]} == kinds
+    whole, *parts = ([row["start_ms"], row["stop_ms"]] for row in found["kernel_times"])
+    times = [0, *parts[0], *parts[1], whole[1]]
+    assert times == sorted(times) and whole[0] == 0
     assert found["traces"] == ["trace_rank0.json.gz"] and not list(me.folder.iterdir())
     with gzip.open(tmp_path / "trace_rank0.json.gz", "rt") as trace:
         names = [e["name"] for e in json.load(trace)["traceEvents"]]
