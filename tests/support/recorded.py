@@ -2,18 +2,17 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, fields
-from pathlib import Path
-from typing import Any
+from itertools import count
 
 from runner.measure import metrics
 from runner.measure.statistics import summarize
 from runner.output import results
 from runner.record.result import BESIDE, SCHEMA_VERSION, Result
 from tests.support.composing import resolved
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
+NUMBERS = count()  # of results
 FIELDS = [field.name for field in fields(Result) if field.name not in (*BESIDE, "schema_version")]
 # the names in outputs/README.md, and the prefixes of those such as comm_<what>
 SPANS = re.findall(r"`([^`\n]+)`", (ROOT / "outputs" / "README.md").read_text())
@@ -26,23 +25,23 @@ OPEN = {
 }  # fmt: skip
 
 
-def plain(**values: Any) -> dict:
+def plain(**values):
     """The JSON of a result with these fields, and null in the others."""
     return {"schema_version": SCHEMA_VERSION, **dict.fromkeys(FIELDS), **values}
 
 
-def write(folder: Path, value: dict) -> None:
+def write(folder, value):
     """A run's file, as JSON of any kind."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "result.json").write_text(json.dumps(value))
 
 
-def refused(name: str, status: str, reason: str) -> dict:
+def refused(name, status, reason):
     """A run that was not done."""
     return plain(status=status, reason=reason, key="0", name=name, config={"attention": {"name": "ring"}})
 
 
-def measured(name: str, seq_len: int = 1024) -> dict:
+def measured(name, seq_len=1024):
     """A run that went well: 4 ms forward, 10 ms backward."""
     spec = resolved(f"seq_len={seq_len}")
     passes = {"forward": [4.0] * 10, "backward": [10.0] * 10, "total": [14.0] * 10}
@@ -63,7 +62,7 @@ def measured(name: str, seq_len: int = 1024) -> dict:
     )
 
 
-def unnamed(value) -> Iterator[str]:
+def unnamed(value):
     """The keys of a result, at any depth, that outputs/README.md does not name."""
     for entry in value if isinstance(value, list) else []:
         yield from unnamed(entry)
@@ -74,99 +73,94 @@ def unnamed(value) -> Iterator[str]:
             yield from unnamed(below)
 
 
-def files(folder) -> set[str]:
+def files(folder):
     return {path.name for path in folder.rglob("*") if path.is_file()}
 
 
-def pass_times(ms: float) -> dict:
-    ends = {"p10": ms, "p90": ms, "ci95": [0.999 * ms, 1.001 * ms]}
-    return {"n": 20, "median": ms, "iqr_over_median": 0.01, "noisy": False, **ends}
-
-
-def result(attention: str, ms: float | None, **changes) -> dict:
-    """A run of 32768 tokens on 4 ranks whose forward takes `ms`, its backward twice that; not ok without `ms`."""
-    asked = {"seq_len": 32768, "world_size": 4, "kernel": "auto", "options": {}, "head_dim": 128, "started_at": 1.0}
-    asked |= {"status": "ok", "reason": None, "chosen": "flash4", "baseline": None, "back_to_back_ms": None, **changes}
+def result(
+    attention,
+    ms,
+    seq_len=32768,
+    world_size=4,
+    kernel="auto",
+    options=(),
+    status="ok",
+    reason=None,
+    chosen="flash4",
+    started_at=1.0,
+):
+    """A run on GPUs whose forward takes `ms`, its backward twice that; not ok without `ms`. Refused, nothing of it was resolved."""
     work = {
-        "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": asked["head_dim"], "seq_len": asked["seq_len"],
-        "causal": True, "window": [-1, -1], "dtype": "bf16",
+        "batch": 1, "heads": 32, "kv_heads": 8, "head_dim": 128, "seq_len": seq_len, "causal": True, "window": [-1, -1],
+        "dtype": "bf16",
+    }  # fmt: skip
+    config = {
+        "attention": {"name": attention, **dict(options)}, "kernel": {"name": kernel}, "transport": {"name": "auto"},
+        "dtype": {"name": "bf16"}, "timing": {"method": "warmup"}, "world_size": world_size, "mode": None,
     }  # fmt: skip
     value = plain(
-        status=asked["status"],
-        reason=asked["reason"],
+        status=status,
+        reason=reason,
         key="0",
-        name=f"{attention}_w{asked['world_size']}_{abs(hash(str((attention, ms, sorted(changes.items(), key=str)))))}",
-        config={
-            **work, "attention": {"name": attention, **asked["options"]}, "kernel": {"name": asked["kernel"]},
-            "transport": {"name": "auto"}, "dtype": {"name": "bf16"}, "timing": {"method": "warmup"},
-            "world_size": asked["world_size"], "mode": None,
-        },
-        environment={"gpus_before": [{"name": "NVIDIA H200"}] * 4, "started_at": asked["started_at"]},
-    )  # fmt: skip
-    if asked["status"] == "unsupported":
-        return value  # refused before anything was started
+        name=f"{attention}_w{world_size}_{next(NUMBERS)}",
+        config=work | config,
+        environment={"gpus_before": [{"name": "NVIDIA H200"}] * 4, "started_at": started_at},
+    )
+    if status == "unsupported":
+        return value
     value["experiment"] = {
-        "variant": attention, "options": asked["options"], "workload": work, "world_size": asked["world_size"],
-        "device": "cuda", "kernel": asked["kernel"], "transport": "auto", "timing": {"method": "warmup"},
-        "mode": "forward_backward",
+        "variant": attention, "options": dict(options), "workload": work, "world_size": world_size, "device": "cuda",
+        "kernel": kernel, "transport": "auto", "timing": {"method": "warmup"}, "mode": "forward_backward",
     }  # fmt: skip
     if ms is None:
         return value
     passes = {"forward": ms, "backward": 2 * ms, "total": 3 * ms}
-    rate = 1e-6 * asked["seq_len"] ** 2 / asked["world_size"]
+    spread = {"n": 20, "iqr_over_median": 0.01, "noisy": False}
+    rate = 1e-6 * seq_len**2 / world_size
     return value | {
-        "chosen": {"kernel": asked["chosen"], "transport": "nccl"},
+        "chosen": {"kernel": chosen, "transport": "nccl"},
         "timing": {
-            "passes": {which: pass_times(x) for which, x in passes.items()},
-            "back_to_back_ms": asked["back_to_back_ms"],
+            "passes": {
+                which: {**spread, "median": x, "p10": x, "p90": x, "ci95": [0.999 * x, 1.001 * x]}
+                for which, x in passes.items()
+            }
         },
         "metrics": {"passes": {which: {"tflops_per_device": rate / x} for which, x in passes.items()}},
-        "memory": {"by_rank": [{"peak_allocated": 2**30, "symmetric": 2**29}] * asked["world_size"]},
-        "baseline": asked["baseline"],
+        "memory": {"by_rank": [{"peak_allocated": 2**30, "symmetric": 2**29}] * world_size},
         "phases": {"forward": {"exposed_communication_ms": 0.125}},
     }
 
 
-def written(folder: Path, *values: dict) -> Path:
+def written(folder, *values):
     for value in values:
         write(folder / value["name"], value)
     return folder
 
 
-def phase_rows(world: int = 2, iterations: int = 3, starts: bool = True) -> list[dict]:
+def phase_rows(world=2, iterations=3):
     """Rows of phases.csv. In a pass every rank computes, waits for keys that travel meanwhile, computes and merges; rank 0
-    is the slowest, and iteration i takes i ms longer. Without starts, as older versions wrote them."""
-    rows = []
-    for rank in range(world):
-        for i in range(iterations):
-            for which, begin in (("forward", 100.0 * i), ("backward", 100.0 * i + 50)):
-                end = 20.0 + i - rank
-                spans = [
-                    ("pass", -1, 0.0, end), ("comm_kv", 1, 0.5, 10.0), ("comp_block", 0, 1.0, 7.0), ("wait_kv", 1, 7.0, 10.0),
-                    ("comp_block", 1, 10.0, 15.0), ("comp_merge", 1, 15.0, end - 1),
-                ]  # fmt: skip
-                for phase, step, start, stop in spans:
-                    row = {
-                        "iteration": i,
-                        "rank": rank,
-                        "pass": which,
-                        "phase": phase,
-                        "step": step,
-                        "ms": stop - start,
-                    }
-                    rows.append(row | ({"start_ms": begin + start, "stop_ms": begin + stop} if starts else {}))
-    return rows
+    is the slowest, and iteration i takes i ms longer."""
+    spans = [
+        ("comm_kv", 1, 0.5, 10.0), ("comp_block", 0, 1.0, 7.0), ("wait_kv", 1, 7.0, 10.0), ("comp_block", 1, 10.0, 15.0),
+    ]  # fmt: skip
+    return [
+        {"iteration": i, "rank": rank, "pass": which, "phase": phase, "step": step, "ms": stop - start}
+        | {"start_ms": begin + start, "stop_ms": begin + stop}
+        for rank in range(world)
+        for i in range(iterations)
+        for which, begin in (("forward", 100.0 * i), ("backward", 100.0 * i + 50))
+        for end in [20.0 + i - rank]
+        for phase, step, start, stop in [("pass", -1, 0.0, end), *spans, ("comp_merge", 1, 15.0, end - 1)]
+    ]
 
 
-def kernel_rows(world: int = 2) -> list[dict]:
+def kernel_rows(world=2):
     """Rows of kernel_times.csv: in a pass of 30 ms, which each rank begins 1 ms after the one before it, communication lies
     half upon compute."""
     spans = [
-        ("pass", "pass", 0.0, 30.0),
-        ("void flash<64, 64>(int)", "compute", 0.0, 10.0),
-        ("ncclDevKernel_SendRecv", "communication", 5.0, 15.0),
-        ("void flash<64, 64>(int)", "compute", 15.0, 30.0),
-    ]
+        ("pass", "pass", 0.0, 30.0), ("void flash<64, 64>(int)", "compute", 0.0, 10.0),
+        ("ncclDevKernel_SendRecv", "communication", 5.0, 15.0), ("void flash<64, 64>(int)", "compute", 15.0, 30.0),
+    ]  # fmt: skip
     return [
         {"rank": rank, "pass": which, "kernel": name, "kind": kind}
         | {"start_ms": begin + rank + start, "stop_ms": begin + rank + stop}
@@ -176,20 +170,20 @@ def kernel_rows(world: int = 2) -> list[dict]:
     ]
 
 
-def with_kernels(folder: Path, value: dict) -> Path:
+def with_kernels(folder, value):
     """A result with its table of kernels' times."""
-    times = {"compute_ms": 1.0, "communication_ms": 1.0, "exposed_communication_ms": 1.0, "idle_ms": 1.0}
+    times = dict.fromkeys(("compute_ms", "communication_ms", "exposed_communication_ms", "idle_ms"), 1.0)
     value["profile"] = [{**times, "kernels_left_out": 2}] * value["config"]["world_size"]
     value["artifacts"] = {"kernel_times": "kernel_times.csv"}
-    written(folder, value)
-    rows = kernel_rows(value["config"]["world_size"])
-    results.write_csv(folder / value["name"] / "kernel_times.csv", rows, results.KERNEL_TIME_COLUMNS)
-    return folder
+    return _with_rows(folder, value, "kernel_times.csv", kernel_rows, results.KERNEL_TIME_COLUMNS)
 
 
-def with_phases(folder: Path, value: dict, **how: Any) -> Path:
+def with_phases(folder, value, columns=results.PHASE_COLUMNS):
     """A result with its table of phases."""
+    return _with_rows(folder, value, "phases.csv", phase_rows, columns)
+
+
+def _with_rows(folder, value, name, rows, columns):
     written(folder, value)
-    columns = results.PHASE_COLUMNS if how.get("starts", True) else results.PHASE_COLUMNS[:6]
-    results.write_csv(folder / value["name"] / "phases.csv", phase_rows(value["config"]["world_size"], **how), columns)
+    results.write_csv(folder / value["name"] / name, rows(value["config"]["world_size"]), columns)
     return folder

@@ -82,7 +82,22 @@ def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp
 
 @pytest.mark.parametrize("value", [None, 3, [-5, 0], ["x"], "x", {"name": ["x"]}])
 def test_a_refused_runs_configuration_may_hold_anything(tmp_path, value):
-    keys = ["attention", "kernel", "timing", "dtype", "seq_len", "window", "causal", "seqlens", "graphs", "replay", "world_size", "config", "mask", "kv_lengths"]
+    keys = [
+        "attention",
+        "kernel",
+        "timing",
+        "dtype",
+        "seq_len",
+        "window",
+        "causal",
+        "seqlens",
+        "graphs",
+        "replay",
+        "world_size",
+        "config",
+        "mask",
+        "kv_lengths",
+    ]
     for key in keys:
         refusal = refused(key, "invalid", "why not")
         refusal["config"] |= {"causal": True, "window": [-1, -1], key: value}

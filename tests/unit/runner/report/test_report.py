@@ -145,7 +145,7 @@ def test_kernels_and_options_that_were_asked_for_are_columns_or_rows(runs):
 def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(runs):
     own = {"passes": {"total": 12.0}, "speedup": {"total": 3.0}, "efficiency": {"total": 0.75}, "extrapolated": True}
     values = [result("ring", 8, world_size=1), result("zigzag", 9, world_size=1), result("zigzag", 2.5)]
-    values.append(result("ulysses", 2, baseline=own | {"iqr_over_median": {"total": 0.3}}))
+    values.append(result("ulysses", 2) | {"baseline": own | {"iqr_over_median": {"total": 0.3}}})
     found = runs(*values)
     gains = {(run.attention, run.world_size): gain for run, gain in scaling(found).items()}
     assert gains["ulysses", 4] == Scaling(3.0, 0.75, "*!") and gains["ring", 1].efficiency == 1
@@ -156,7 +156,7 @@ def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(
     # four times the work of the one device, in five times its time
     assert [gain.efficiency for gain in scaling(weak).values()] == pytest.approx([1, 4 / 5])
     assert charts.Axes.of(weak) == charts.Axes("world_size", (), 8192)
-    (alone,) = runs(result("dense", 1, world_size=1, baseline=own))
+    (alone,) = runs(result("dense", 1, world_size=1) | {"baseline": own})
     assert alone.row["speedup"] is None and "efficiency" not in runs_table([alone]).titles
 
 
