@@ -1,14 +1,10 @@
 """Plain softmax attention in fp64 with autograd, and the comparison of a kernel with it."""
 
-from itertools import pairwise
-
 import torch
 from torch import Tensor
 
 from attention.kernels import Call, Kernel
-from attention.masks.band import Band, tile
-from attention.reduction.parts import Accumulator
-from attention.tensors import result_like
+from attention.masks.band import Band
 from tests.support.mask_definitions import band
 from tests.support.patterns import kept as pairs_of
 
@@ -126,43 +122,3 @@ def assert_matches(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor
     for name, x, grad, expected in zip(("dq", "dk", "dv"), (q, k, v), grads, expected_grads, strict=True):
         assert grad.dtype == x.dtype and grad.shape == x.shape, name
         assert relative(grad, expected) < backward, name
-
-
-def assert_split_matches(kernel: Kernel, q, k, v, dout, call: Call, cuts: list[int]) -> None:
-    """Parts over slices of the keys merge to the whole; with the final out and lse, dq sums over the parts and dk, dv
-    are each part's own."""
-    forward, backward = TOLERANCES[q.dtype]
-    shift = k.shape[1] - q.shape[1]
-    parts = []
-    for c, d in pairwise(cuts):
-        piece = tile(call.mask, (shift, q.shape[1] + shift), (c, d))
-        if piece is not None:
-            (a, b), keys, mask = piece
-            parts.append((slice(a - shift, b - shift), slice(*keys), call.under(mask)))
-    total = Accumulator(result_like(q, v), [((rows.start, rows.stop),) for rows, _, _ in parts])
-    for rows, keys, part in parts:
-        total.add(*kernel.forward(q[:, rows], k[:, keys], v[:, keys], part))
-    out, lse = total.result()
-    expected_out, expected_lse, *expected_grads = reference(q, k, v, dout, call)
-    assert relative(out, expected_out) < forward
-    assert_lse(lse, expected_lse, forward)
-    sums = [torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, k, v)]
-    for rows, keys, part in parts:
-        grads = kernel.backward(dout[:, rows], q[:, rows], k[:, keys], v[:, keys], out[:, rows], lse[..., rows], part)
-        for x, where, grad in zip(sums, (rows, keys, keys), grads, strict=True):
-            x[:, where] += grad
-    for name, grad, expected in zip(("dq", "dk", "dv"), sums, expected_grads, strict=True):
-        assert relative(grad, expected) < backward, name
-
-
-def merge_case(packed: bool, heads_first: bool, dtype: torch.dtype, head_dim: int, device="cpu", wide=torch.float32):
-    """(out, lse, part, part_lse): 50 tokens, with rows where either or both have no key. With `heads_first` the outs
-    lie in memory as `[B, H, S, D]` and the lses as `[B, S, H]`."""
-    case = []
-    for i, (kind, rows) in enumerate(((wide, slice(10, 20)), (dtype, slice(15, 40)))):
-        out, lse = (normal(2, *shape, dtype=torch.float64, seed=i) for shape in ((50, 3, head_dim), (3, 50)))
-        out[:, rows], lse[..., rows] = 0, -torch.inf
-        case += [out.to(device, kind), (4 * lse).to(device, wide)]
-    if heads_first:
-        case = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in case]
-    return [x[0] for x in case] if packed else case

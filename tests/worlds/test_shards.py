@@ -37,6 +37,23 @@ def test_a_shard_keeps_nothing_of_the_whole(name, shape):
         assert mine.is_contiguous()
 
 
+@pytest.mark.parametrize("name", ("ring", "dense", "tree"))
+def test_hidden_states_are_refused_and_their_way_out_works(name):
+    x, fn = torch.randn(4, 16, 6), of_rank(name, 1)
+    for sharded in (lambda: fn.shard(x, role="kv"), lambda: fn.shard(x, role="q"), lambda: fn.unshard(x)):
+        with pytest.raises(ValueError, match=r"x has shape \[4, 16, 6\]: three dims .* give x.unsqueeze\(2\)"):
+            sharded()
+    assert fn.shard(x.unsqueeze(2), role="kv").shape == (4, 16 if name == "dense" else 4, 1, 6)
+
+
+@pytest.mark.parametrize(
+    "shape, packs, rule", [((16,), None, r"[B, S] or [B, S, H, D]"), ((8, 8), [0, 8], "[T], [1, T] or [T, H, D]")]
+)
+def test_other_shapes_are_not_sharded(shape, packs, rule):
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        of_rank("ring", 0).shard(torch.zeros(shape), packs)
+
+
 def test_a_window_is_refused_where_the_chunks_are_fused():
     fn = of_rank("zigzag_llama3", 0)
     fn.options = replace(fn.options, grouping="fused")

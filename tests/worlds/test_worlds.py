@@ -1,9 +1,7 @@
 """How functions are used: in groups and meshes, compiled, checkpointed, under autocast; what they record."""
 
 import pytest
-import torch
 
-import attention
 from attention.variants.registry import VARIANTS
 from tests.jobs import groups, numerics, training
 
@@ -50,14 +48,6 @@ def test_a_compiled_model_may_shard_and_unshard_within(in_world):
 def test_autocast_does_not_change_what_a_variant_computes_in(in_world):
     for name, same in in_world(numerics.under_autocast, 2, names=WITH_A_DECODE):
         assert same, name
-
-
-def test_dropout_is_refused_with_the_way_out():
-    x = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError, match=r"dropout=0.1: not supported; use dropout=0"):
-        attention.make("ring")(x, x, x, dropout=0.1)
-    with pytest.raises(ValueError, match=r"dropout_p=0.1: dropout is not supported by any variant; leave it out"):
-        attention.make("ring", dropout_p=0.1)
 
 
 def test_phases_name_transfers_and_waits_apart(in_world):

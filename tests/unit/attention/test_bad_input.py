@@ -16,22 +16,29 @@ BLIND = {
     "disjoint masks": (masks.documents([8, 8]) & masks.rectangles([((8, 16), (0, 8), (-1, -1))]), range(S)),
     "some rows": (masks.rectangles([((4, 12), (0, 4), (-1, 0))]), [*range(8), *range(12, 16)]),
 }
-REFUSED = {
-    "rectangles 0 and 1.*share": lambda call: call(
-        masks.rectangles([((0, 8), (0, 8), (-1, 0)), ((7, 9), (0, 4), (-1, -1))])
+REFUSED = [  # arguments of a call, and what is said of them
+    ({"window": (-2, 0)}, r"window=\(-2, 0\)"),
+    *(
+        ({"window": x}, r"window=.*: must be two integers \(left, right\)")
+        for x in (3, (3.0, 0), (1, 2, 3), None, "33")
     ),
-    r"window=\(-2, 0\)": lambda call: call(None, window=(-2, 0)),
-    "mask='causal': must be one of": lambda call: call("causal"),
-    "windo=3: ring has no such option": lambda call: attention.make("ring", windo=3),
-    "mask=a tensor .16, 16. of torch.bool: must be one of attention.masks, .* chunked, prefix_lm": lambda call: call(
-        torch.ones(16, 16, dtype=torch.bool)
+    *(
+        ({"scale": x}, r"scale=.*: must be a finite number, at most 3.4e\+38; leave it out")
+        for x in (float("nan"), "0.1", torch.tensor(0.1), 10**400, 1e39)
     ),
-    "causal='False': must be True or False": lambda call: call(None, causal="False"),
-    r"scale=1e\+39: must be a finite number": lambda call: call(None, scale=1e39),
-    r"softcap=1e\+39: must be a positive finite number": lambda call: call(None, softcap=1e39),
-    "softcap=1e-50: must be a positive finite number": lambda call: call(None, softcap=1e-50),
-    "dropout_p=0.1: dropout is not supported": lambda call: attention.make("ring", dropout_p=0.1),
-}
+    *(({"softcap": x}, "softcap=.*: must be a positive finite number") for x in (0, -1.0, "x", 1e39, 1e-50)),
+    ({"mask": "causal"}, "mask='causal': must be one of"),
+    (
+        {"mask": torch.ones(16, 16, dtype=torch.bool)},
+        "mask=a tensor .16, 16. of torch.bool: must be one of attention.masks, .* chunked, prefix_lm",
+    ),
+    ({"causal": "False"}, "causal='False': must be True or False"),
+    ({"dropout": 0.1}, "dropout=0.1: not supported; use dropout=0"),
+    ({"sinks": torch.zeros(3)}, r"sinks: \[3\] given: must be a tensor \[4\]"),
+    ({"sinks": [0.0, 1.0]}, r"sinks: \[0.0, 1.0\] given"),
+    ({"sinks": torch.zeros(4, dtype=torch.int64)}, "sinks are torch.int64 on cpu: must be bf16"),
+    *(({"padding": x}, f"padding={x}: .*fn.shard") for x in (-1, True, S, 1.5)),
+]
 
 
 def inputs() -> list[torch.Tensor]:
@@ -60,14 +67,37 @@ def test_rows_that_see_nothing_are_0_with_an_lse_of_minus_infinity(name, which, 
         assert not any(x.any() for x in grads)
 
 
-@pytest.mark.parametrize("match", REFUSED)
-def test_what_cannot_be_is_refused_in_one_line(match):
-    def call(mask, **how):
-        return attention.make("ring")(*inputs(), mask=mask, **how)
-
-    with pytest.raises(ValueError, match=match) as error:
-        REFUSED[match](call)
+@pytest.mark.parametrize("given, message", REFUSED, ids=str)
+def test_what_cannot_be_is_refused_in_one_line(given, message):
+    with pytest.raises(ValueError, match=message) as error:
+        attention.make("ring")(*inputs(), **given)
     assert FORM.fullmatch(str(error.value)), error.value
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, message",
+    [
+        *(
+            (x, torch.float32, "q has shape .*: no dimension may be 0")
+            for x in ((1, 0, 2, 8), (1, 8, 2, 0), (0, 8, 2, 8))
+        ),
+        ((1, 8, 2, 8), torch.float8_e4m3fn, "torch.float8_e4m3fn: attention needs a bf16, fp16, fp32 or fp64"),
+    ],
+    ids=str,
+)
+def test_empty_inputs_and_other_dtypes_are_refused(shape, dtype, message):
+    x = torch.zeros(shape).to(dtype)
+    with pytest.raises(ValueError, match=message):
+        attention.make("llama3")(x, x, x, causal=True)
+
+
+def test_an_unknown_option_is_refused():
+    for given, message in (
+        ({"windo": 3}, "windo=3: ring has no such option"),
+        ({"dropout_p": 0.1}, "dropout_p=0.1: dropout is not supported by any variant; leave it out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attention.make("ring", **given)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from attention import masks
 from attention.masks.mask import Mask
 from attention.masks.pattern import Pattern
 from tests.support.mask_definitions import DEFINITIONS, random_parameters
+from tests.support.masks import built
 from tests.support.patterns import kept
 
 LENGTHS = [1, 2, 17, 100, 131, 700]
@@ -19,10 +20,7 @@ LENGTHS = [1, 2, 17, 100, 131, 700]
 def drawn(name: str, S: int, seed: int) -> tuple[Mask, np.ndarray]:
     """A mask with random parameters, and its definition."""
     parameters = random_parameters(name, S, random.Random(f"{name} {S} {seed}"))
-    expected = DEFINITIONS[name](S, **parameters)
-    if name == "documents":
-        parameters["inner"] = masks.sliding_window(*parameters["inner"])
-    return getattr(masks, name)(**parameters), expected
+    return built({"name": name, **parameters}), DEFINITIONS[name](S, **parameters)
 
 
 @pytest.mark.parametrize("name", DEFINITIONS)

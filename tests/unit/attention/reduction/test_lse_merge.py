@@ -1,4 +1,4 @@
-"""Merging: any split of the keys gives the whole, parts without keys change nothing, and the Triton kernel agrees."""
+"""Merging: parts over any rows and keys give the whole, parts without keys change nothing, and the Triton kernel agrees."""
 
 import random
 from itertools import pairwise
@@ -8,7 +8,7 @@ import torch
 
 from attention.ops.merge import merge_triton
 from attention.reduction.parts import Accumulator, empty_result, merge, merge_eager
-from tests.support.naive import attention, merge_case, normal
+from tests.support.naive import attention, normal
 
 torch.set_num_threads(1)
 
@@ -112,27 +112,36 @@ DTYPES = [torch.float32, torch.bfloat16, *[torch.float64, torch.float16] * GPU]
 
 
 @pytest.mark.parametrize("how", [pytest.param(merge if GPU else merge_triton, marks=pytest.mark.gpu if GPU else ())])
-@pytest.mark.parametrize("packed, heads_first, head_dim", [(False, False, 64), (True, True, 80)])
+@pytest.mark.parametrize("packed, head_dim", [(False, 64), (True, 80)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (9, 9)], ids=str)
-def test_the_triton_kernel_merges_as_eager_does(how, packed, heads_first, head_dim, dtype, rows):
-    """A part into the other in place, and two parts into a third tensor of another dtype; nothing beside the rows."""
-    start, n = rows[0], rows[1] - rows[0]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+def test_the_triton_kernel_merges_as_eager_does(how, packed, head_dim, dtype, rows):
+    """A part into the other in place, and two parts into a third tensor of another dtype; nothing beside the rows. Either or both
+    have rows without keys; where packed, heads lie first in memory."""
+    (start, stop), wide = rows, torch.float64 if dtype == torch.float64 else torch.float32
 
     def narrowed(x, x_lse):
-        return x.narrow(x.dim() - 3, start, n), x_lse.narrow(-1, start, n)
+        return x[..., start:stop, :, :], x_lse[..., start:stop]
 
     results = []
     for merged in (how, merge_eager):
-        out, lse, part, part_lse = merge_case(packed, heads_first, dtype, head_dim, "cuda" if GPU else "cpu", wide)
+        case = []
+        for seed, (kind, unseen) in enumerate(((wide, slice(10, 20)), (dtype, slice(15, 40)))):
+            out, lse = (
+                normal(2, *shape, dtype=x, seed=seed, device="cuda" if GPU else "cpu")
+                for shape, x in (((50, 3, head_dim), kind), ((3, 50), wide))
+            )
+            out[:, unseen], lse[..., unseen] = 0, -torch.inf
+            case += [out, 4 * lse]
+        if packed:
+            case = [x.transpose(1, 2).contiguous().transpose(1, 2)[0] for x in case]
+        out, lse, part, part_lse = case
         other, other_lse, before = torch.full_like(part, 7), torch.full_like(lse, 7), out.clone()
         merged(*narrowed(other, other_lse), *narrowed(out, lse), *narrowed(part, part_lse))
         merged(*narrowed(out, lse), *narrowed(out, lse), *narrowed(part, part_lse))
         results.append((out, lse, other.to(wide), other_lse))
-        dim = out.dim() - 3
-        assert torch.equal(out.narrow(dim, 0, start), before.narrow(dim, 0, start))
-        assert (other.narrow(dim, 0, start) == 7).all()
+        assert torch.equal(out[..., :start, :, :], before[..., :start, :, :])
+        assert (other[..., :start, :, :] == 7).all()
     exact = 1e-12 if wide == torch.float64 else 1e-6
     for tolerance, x, y in zip((exact, exact, max(exact, torch.finfo(dtype).eps), exact), *results, strict=True):
         assert not x.isnan().any()
