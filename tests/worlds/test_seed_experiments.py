@@ -43,7 +43,7 @@ PROMISED = {
         [*MODEL, "mode=inference", "phases=table"],
         ("parameters", "tokens/s", "comp_projections", "comp_mlp", "comp_head"),
     ),
-    "dilated": (["+experiment=dilated", "attention=dilated_improved", "attention.mixing=longnet", *PAIRS, "world_size=1"], TIMES),
+    "dilated": (["+experiment=dilated", "attention=dilated_improved", "attention.mixing=longnet", *PAIRS, "world_size=1"], TIMES[:5]),
     "a dilated layer": (
         ["+experiment=dilated_suite", "attention=dilated_multihead", "mode=forward_backward", *PAIRS, "world_size=1"],
         TIMES[:5],
