@@ -4,53 +4,30 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 
-from attention.kernels import KERNELS, Call
-from attention.masks.band import Band
 from runner.launch.rank import Rank
 from runner.peers import PEERS, function
-from tests.jobs.reference import rel
-from tests.support import naive
-from tests.support.cases import DTYPES
+from tests.support.cases import Case, whole, wrong
 
 
-def compare(
-    me: Rank, name: str, options: dict[str, Any], cases: list[dict[str, Any]], dtype: str = "fp32", kernel: str = "auto"
-) -> list[dict[str, Any]]:
-    """For each case, the relative L2 errors of out, dq, dk and dv against fp64, those of one local call of the same kernel, and
-    the kernel's name. All forwards run before the first backward, as in a model of several layers."""
-    fn = function.make(name, kernel=kernel, **options)
-    forwards, compared = [], []
-    for case in cases:
-        packs, heads = case.get("packs"), (case["heads"], case["kv_heads"], case["kv_heads"], case["heads"])
-        lead = (case["tokens"],) if packs else (case.get("batch", 2), case["tokens"])
-        generator = torch.Generator().manual_seed(sum(heads))
-        whole = [torch.randn(*lead, h, case["head_dim"], generator=generator) for h in heads]
-        whole = [x.to(me.device, DTYPES[dtype]) for x in whole]
-        shards = [fn.shard(x, packs).requires_grad_() for x in whole[:3]]
-        how = {"causal": case["causal"], "cu_seqlens": packs}
-        forwards.append((case, whole, shards, fn(*shards, **how), fn.plan(*shards, **how)))
-    for case, whole, shards, out, plan in forwards:
-        packs, call = case.get("packs"), Call(case["head_dim"] ** -0.5, Band.of(case["causal"]))
-        if packs:
-            lengths = [b - a for a, b in pairwise(packs)]
-            call = call.of_packed(call.mask, lengths, lengths, me.device)
-        q, k, v, dout = whole
-        gradients = torch.autograd.grad(out, shards, fn.shard(dout, packs))
-        exact, _, *exact_gradients = naive.reference(*whole, call)
-        local = KERNELS[case.get("local", plan.kernel.name)]
-        alone, lse = local.forward(q, k, v, call)
-        results = {
-            "errors": [fn.unshard(x, packs) for x in (out, *gradients)],
-            "local": [alone, *local.backward(dout, q, k, v, alone, lse, call)],
-        }
-        errors = {who: list(map(rel, xs, (exact, *exact_gradients))) for who, xs in results.items()}
-        compared.append({**errors, "kernel": plan.kernel.name})
-    return compared
+def judged(
+    me: Rank, name: str, options: dict[str, Any], cases: list[dict[str, Any]], kernel: str = "auto"
+) -> list[tuple[str, str | None]]:
+    """For each case the kernel, and what is wrong with out or a gradient. All forwards run before the first backward, as in a
+    model of several layers."""
+    fn, forwards = function.make(name, kernel=kernel, **options), []
+    for case in (Case(name, me.world, **each) for each in cases):
+        *qkv, dout = (fn.shard(x.to(me.device), case.cu_seqlens) for x in whole(case).values())
+        shards, how = [x.requires_grad_() for x in qkv], {"causal": case.causal, "cu_seqlens": case.cu_seqlens}
+        forwards.append((case, shards, dout, fn(*shards, **how), fn.plan(*shards, **how).kernel.name))
+    found = []
+    for case, shards, dout, out, runs in forwards:
+        results = [fn.unshard(x, case.cu_seqlens) for x in (out, *torch.autograd.grad(out, shards, dout))]
+        found.append((runs, wrong(case, dict(zip(("out", "dq", "dk", "dv"), results, strict=True)))))
+    return found
 
 
 def kernels_seen(me: Rank, name: str) -> list[list[str]]:
@@ -81,19 +58,6 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
         found.append(sorted(set(seen)))
         seen.clear()
     return found
-
-
-def lengths_read(me: Rank) -> int:
-    """How often a second iteration of rfa_llama3 reads sequence lengths from the device."""
-    from runner.peers import flash_functions
-
-    fn = function.make("rfa_llama3")
-    packs = [0, 3 * me.world, 8 * me.world]
-    shards = [fn.shard(torch.randn(packs[-1], 4, 16), packs).requires_grad_() for _ in range(3)]
-    fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
-    before = flash_functions.lengths.cache_info().misses
-    fn(*shards, causal=True, cu_seqlens=packs).sum().backward()
-    return flash_functions.lengths.cache_info().misses - before
 
 
 def refused(me: Rank) -> dict[str, str]:

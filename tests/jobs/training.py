@@ -48,7 +48,7 @@ def without_a_gradient(me: Rank, name: str) -> float:
     return max(me.gather(_apart(gradients, expected)))
 
 
-def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) -> dict[str, Any]:
+def compiled(me: Rank, name: str, inside: bool = False) -> dict[str, Any]:
     """A model around the function, eager and then compiled on rank 0, called twice: the largest difference of out and
     gradients, the operations of each compiled graph, and the warnings. `inside`: the model itself shards and
     unshards."""
@@ -57,21 +57,19 @@ def compiled(me: Rank, name: str, backend: str = "eager", inside: bool = False) 
     graphs: list[list[str]] = []
     messages: list[str] = []
 
-    def around(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return fn(q * 2, k.tanh(), v, **how).relu() + 1
-
-    def through(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = fn.shard(q * 2, role="q"), fn.shard(k.tanh(), role="kv"), fn.shard(v, role="kv")
-        return fn.unshard(fn(q, k, v, **how)).relu() + 1
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        inputs = q * 2, k.tanh(), v
+        out = fn.unshard(fn(*map(fn.shard, inputs), **how)) if inside else fn(*inputs, **how)
+        return out.relu() + 1
 
     def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
     torch.manual_seed(0)
     whole = (torch.randn(1, 8 * me.world, 4, 16) for _ in range(3))
     xs = [x if inside else fn.shard(x, role=role) for x, role in zip(whole, ("q", "kv", "kv"), strict=True)]
-    model, trained = through if inside else around, not fn.variant.decode
+    trained = not fn.variant.decode
     xs = [x.requires_grad_(trained) for x in xs]
     again = model
     if me.rank == 0:

@@ -133,10 +133,6 @@ def test_many_packed_batches_leave_no_keys_in_the_store(in_world):
     assert after <= before + 2  # where each rank waited for long, if it did
 
 
-def test_without_agreement_ranks_are_not_compared(in_world):
-    assert in_world(agreement.off, 2) == [0, 0]
-
-
 @pytest.mark.parametrize("wrong", [0, float("inf"), "yes"])
 def test_an_agreement_that_is_no_time_is_refused(wrong):
     with pytest.raises(ValueError, match=r"agreement=.*: must be true, false, or the seconds to wait"):

@@ -20,27 +20,24 @@ OPTIONS = {"rfa_llama3": [{}, {"heads_k_stride": None}], "usp_yunchang": [{"ulys
 
 def cases(name, world):
     tokens, package = 24 * world, PEERS[name]
-    packs = [0, 1, 2 * world, 12 * world + 1, tokens]
-    base = {"tokens": tokens, "heads": 16, "kv_heads": 4, "head_dim": 32, "causal": True, "batch": 1}
+    packs = (1, 2 * world - 1, 10 * world + 1, 12 * world - 1)
+    base = {"tokens": tokens, "heads": 16, "kv_heads": 4, "head_dim": 32, "seed": 1, "dtype": "bf16"}
     chosen = [base, base | {"kv_heads": 16, "head_dim": 80}]
     chosen += [] if package.causal_only else [base | {"causal": False}]
-    return chosen + ([base | {"packs": packs, "kv_heads": 1}] if package.packs else [base | {"batch": 3}])
+    return chosen + [base | ({"lengths": packs, "kv_heads": 1} if package.packs else {"batch": 3})]
 
 
 @pytest.mark.parametrize("name", INSTALLED)
-def test_a_packages_error_stays_near_that_of_one_local_call(in_world, name):
+def test_a_package_matches_fp64(in_world, name):
     for world, options in [(1, {}), *((2, options) for options in OPTIONS.get(name, [{}]))]:
-        for found in in_world(jobs.compare, world, name=name, options=options, cases=cases(name, world), dtype="bf16"):
-            assert found["kernel"] == "sdpa_flash"
-            for theirs, local in zip(found["errors"], found["local"], strict=True):
-                assert theirs < 2 * local, found
+        every = cases(name, world)
+        found = in_world(jobs.judged, world, name=name, options=options, cases=every)
+        assert found == [["sdpa_flash", None]] * len(every)
 
 
-def test_a_backward_is_served_by_the_kernel_of_its_forward_and_lengths_are_read_once(in_world):
+def test_a_backward_is_served_by_the_kernel_of_its_forward(in_world):
     for name in INSTALLED:
         assert in_world(jobs.kernels_seen, 2, name=name) == [["sdpa_flash"], ["math"], ["math"], ["sdpa_flash"]], name
-    if "rfa_llama3" in INSTALLED:
-        assert in_world(jobs.lengths_read, 2) == 0
 
 
 def test_packages_are_listed_without_torch_imported_at_their_call_and_leave_no_flash_attn_behind():

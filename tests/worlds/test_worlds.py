@@ -32,7 +32,7 @@ def test_two_groups_pull_at_once(in_world):
 
 @pytest.mark.parametrize("name", WITH_A_DECODE)
 def test_a_compiled_model_around_it_gives_the_same_with_one_break_and_no_warning(in_world, name):
-    result = in_world(training.compiled, 2, name=name, backend="eager" if name == "tree" else "aot_eager")
+    result = in_world(training.compiled, 2, name=name)
     assert result["error"] < 1e-5
     assert result["graphs"] == [["mul", "tanh"], ["relu", "add"]]
     assert result["warnings"] == []
