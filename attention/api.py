@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Hashable, Mapping
-from functools import cached_property, wraps
+from functools import cached_property, partial, wraps
 from pickle import PicklingError
 from typing import Any, Literal, TypeVar, cast, overload
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention import auto, kernels, transports
+from attention import auto, compiled, kernels, transports
 from attention.agreement import Calls, calls_over, seconds
 from attention.autograd import Unshard, attend, token_range
 from attention.batched_copy import copy_all
@@ -116,15 +116,19 @@ def _check_names(kernel: str, transport: str) -> None:
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def _not_compiled(call: Method) -> Method:
-    """`torch.compile` leaves the call out of its graphs, since ranks communicate in it. `torch.compiler.disable` would
-    do the same, but imports the compiler at once: that takes seconds, and after `init_process_group` it keeps the
-    process group alive."""
+def _not_compiled(call: Method, instead: Callable[..., Any] | None = None) -> Method:
+    """`torch.compile` leaves the call out of its graphs, since ranks communicate in it, unless there is something `instead` for
+    its arguments. `torch.compiler.disable` would do the same, but imports the compiler at once: that takes seconds, and after
+    `init_process_group` it keeps the process group alive."""
     disabled = private.disable_dynamo(call)
 
     @wraps(call)
     def inner(*args: Any, **options: Any) -> Any:
-        return disabled(*args, **options) if "torch._dynamo" in sys.modules else call(*args, **options)
+        if "torch._dynamo" not in sys.modules:
+            return call(*args, **options)
+        if instead is not None and torch.compiler.is_compiling() and compiled.takes(args[0], options):
+            return instead(*args, **options)
+        return disabled(*args, **options)
 
     return cast(Method, inner)
 
@@ -153,6 +157,7 @@ class ContextParallel:
         self.graphs = GraphReplay(copy_all, or_eager=self.settings.replay == "auto")
         compared = self.world > 1 and self.settings.agreement_s > 0 and not self.alone
         self.calls = calls_over(self.group) if compared else Calls()
+        self.handle = compiled.handle_of(self)
 
     @cached_property
     def layout(self) -> Layout:
@@ -266,7 +271,7 @@ class ContextParallel:
         lengths = (0, cu_seqlens[-1] + padding) if padding else cu_seqlens
         return self.padded_layout(padding).shards(lengths, self.world)
 
-    @_not_compiled
+    @partial(_not_compiled, instead=compiled.call)
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
         window: tuple[int, int] = NO_WINDOW, cu_seqlens: Lengths = None, mask: Mask | None = None,

@@ -80,6 +80,20 @@ transformed: Private[[], bool] = Private(
 disable_dynamo: Private[[Callable[..., Any]], Callable[..., Any]] = Private(
     "torch._disable_dynamo", torch.compiler.disable, "calls start more slowly"
 )
+
+
+def constant_in_graphs(function: Callable[P, R]) -> Callable[P, R]:
+    """As `torch.compiler.assume_constant_result`, which imports the compiler, too."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def eager_autograd() -> Any:
+    """A context for eager operations within an operator of a compiled graph, where autograd and its views are switched off."""
+    key, include = torch._C.DispatchKey, torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(include, torch._C.DispatchKeySet(key.AutocastCPU).add(key.AutocastCUDA))
+
+
 # the compiler's exceptions when it finds no kernel
 inductor_errors: Private[[], tuple[type[Exception], ...]] = Private(
     "torch._inductor.exc.InductorError",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress, pairwise
 from typing import Any
 
@@ -35,6 +35,8 @@ class Split:
     shape: tuple[int, int]
     cu_seqlens: tuple[int, ...] | None = None
     padding: int = 0
+    # cu_seqlens for the compiler, to which other integers are another program
+    lengths: Tensor | None = field(default=None, compare=False)
 
     def part(self, x: Tensor, fill: int = 0) -> Tensor:
         """This rank's part of x `[B, S]`: `[B, s]`, or `[1, s]` of a packed batch. fill: of the padding."""
@@ -49,8 +51,9 @@ class Split:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of a layer's q `[B, s, H, D]`, k and v, this rank's part. options: of a call of `fn`."""
-        options |= {"padding": self.padding, "cu_seqlens": self.cu_seqlens}
-        if self.cu_seqlens is None:
+        lengths = self.lengths if torch.compiler.is_compiling() else self.cu_seqlens
+        options |= {"padding": self.padding, "cu_seqlens": lengths}
+        if lengths is None:
             return self.fn(q, k, v, **options)
         return self.fn(q[0], k[0], v[0], **options)[None]
 
@@ -80,7 +83,7 @@ def split_of(
         raise ValueError(f"cu_seq_lens_q={lengths}: position_ids begin documents at {begins}; give one of them")
     packed = None if begins == by_row else begins
     padding = fn.variant.padding(fn.options, packed or (0, tokens), fn.world)
-    return Split(fn, (rows, tokens), packed, padding), positions
+    return Split(fn, (rows, tokens), packed, padding, None if packed is None else torch.tensor(packed)), positions
 
 
 def counted(attend: ContextParallel, labels: Tensor, number: Tensor | int | None = None) -> Tensor | int:

@@ -243,6 +243,8 @@ def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = Non
 
     Raises ValueError for padding, and for masks other than full ones, causal ones and sliding windows."""
     check_padding(attention_mask)
+    if torch.compiler.is_compiling():
+        return _asked_in_graph(**others)
     band, parts = FULL, [mask_function]  # of an intersection
     while parts:
         part = parts.pop()
@@ -258,6 +260,14 @@ def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = Non
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise ValueError(f"the model's mask has {name}: context_parallel does causal and full masks and windows")
     return band
+
+
+def _asked_in_graph(local_size: int | None = None, use_vmap: bool = True, **others: Any) -> Band:
+    """As `asked`, within `torch.compile`, which can't look into a mask function: a model that has one of its own sets `use_vmap`."""
+    if use_vmap:
+        raise ValueError("the model's mask is not known within torch.compile; compile its layers, not the whole")
+    left = -1 if local_size is None else local_size - 1
+    return Band(left, -1 if "allow_is_bidirectional_skip" in others else 0)
 
 
 def check_padding(attention_mask: Tensor | None) -> None:

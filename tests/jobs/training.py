@@ -48,46 +48,66 @@ def without_a_gradient(me: Rank, name: str) -> float:
     return max(me.gather(_apart(gradients, expected)))
 
 
-def compiled(me: Rank, name: str, inside: bool = False) -> dict[str, Any]:
-    """A model around the function, eager and then compiled on rank 0, called twice: the largest difference of out and
-    gradients, the operations of each compiled graph, and the warnings. `inside`: the model itself shards and
-    unshards."""
+def compiled(me: Rank, name: str, forms: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A model around the function, eager and compiled, for each form: the largest difference of out and gradients over shapes that
+    repeat and change, the graphs that were compiled, and the warnings. A form has arguments of the call, `masked` a name of a mask,
+    `documents` their number, `checkpoint`, and `inside`: the model itself shards and unshards, which breaks its graph."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch.utils.checkpoint import checkpoint
+
     fn = attention.make(name)
-    how = {} if fn.variant.decode else {"causal": True}
-    graphs: list[list[str]] = []
-    messages: list[str] = []
+    return [_compiled(me, fn, CompileCounterWithBackend, checkpoint, **form) for form in forms]
 
-    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        inputs = q * 2, k.tanh(), v
-        out = fn.unshard(fn(*map(fn.shard, inputs), **how)) if inside else fn(*inputs, **how)
-        return out.relu() + 1
 
-    def compile(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
-        graphs.append([node.name for node in graph.graph.nodes if node.op.startswith("call")])
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
+def _compiled(
+    me: Rank, fn: Any, counter: Any, checkpoint: Any, backend: str = "aot_eager", chunk: int = 0, documents: int = 0,
+    recompute: bool = False, inside: bool = False, with_sinks: bool = False, padding: int = 0, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     torch.manual_seed(0)
-    whole = (torch.randn(1, 8 * me.world, 4, 16) for _ in range(3))
-    xs = [x if inside else fn.shard(x, role=role) for x, role in zip(whole, ("q", "kv", "kv"), strict=True)]
-    trained = not fn.variant.decode
-    xs = [x.requires_grad_(trained) for x in xs]
-    again = model
-    if me.rank == 0:
-        torch.compiler.reset()
-        again = torch.compile(model, backend=compile)
-    found = []
+    decode, messages, error = fn.variant.decode, [], 0.0  # type: ignore[var-annotated]
+    options |= {"causal": not decode, "padding": padding} | ({"mask": attention.masks.chunked(chunk)} if chunk else {})
+    sinks = torch.randn(4).requires_grad_() if with_sinks else None
+
+    def model(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **lengths: Any) -> torch.Tensor:
+        def call(*qkv: torch.Tensor) -> torch.Tensor:
+            return fn(*qkv, **options, **lengths, **({"sinks": sinks} if with_sinks else {}))
+
+        qkv = q * 2, k.tanh(), v
+        if inside:
+            qkv = fn.shard(qkv[0], role="q"), fn.shard(qkv[1], role="kv"), fn.shard(v, role="kv")
+        out = checkpoint(call, *qkv, use_reentrant=False) if recompute else call(*qkv)
+        if inside or decode:
+            return (fn.unshard(out) if inside else out).relu() + 1
+        again = out.relu() + 1  # which may take the memory of what is not kept for the backward
+        return call(again, again.sin(), again.cos()).exp()
+
+    torch.compiler.reset()
+    compiler = counter(backend)
+    again = torch.compile(model, fullgraph=not (inside or decode), backend=compiler)
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         logging.getLogger("torch").addHandler(handler)
-        for run in (model, again, again):
-            out = run(*xs)
-            found.append((out, *(torch.autograd.grad(out.square().sum(), xs) if trained else ())))
+        for tokens in (8, 8, 16, 24) if backend == "aot_eager" else (8, 8):
+            whole = [torch.randn(1, tokens * me.world, 4, 16) for _ in range(3)]
+            xs = [x if inside else fn.shard(x, role=role) for x, role in zip(whole, ("q", "kv", "kv"), strict=True)]
+            lengths = {}
+            if documents:
+                xs = [x[0] for x in xs]
+                lengths = {"cu_seqlens": torch.arange(0, tokens * me.world + 1, tokens * me.world // documents)}
+            xs = [x.detach().requires_grad_(not decode) for x in xs]
+            wanted = [*xs, sinks] if with_sinks else xs
+            runs = []
+            for run in (model, again):
+                out = run(*xs, **lengths)
+                grads = () if decode else torch.autograd.grad(out.sum(), wanted)
+                with torch.no_grad():
+                    runs.append((out, run(*xs, **lengths), *grads))
+            error = max(error, _apart(*runs))
     logging.getLogger("torch").removeHandler(handler)
     messages += [str(warning.message) for warning in warned]
-    eager, *others = found
-    return {"error": max(_apart(eager, other) for other in others), "graphs": graphs, "warnings": messages}
+    return {"error": error, "graphs": compiler.frame_count, "kept": len(attention.compiled.kept), "warnings": messages}
 
 
 def trained_after_inference(me: Rank, name: str) -> list[str | None]:
