@@ -27,7 +27,7 @@ from runner.launch.worlds import Pool
 from runner.measure import metrics, ncu
 from runner.output import display, results, summary
 from runner.output.terminal import seconds
-from runner.record.fields import Rounds
+from runner.record.fields import Failure, Rounds
 from runner.record.result import Result
 
 LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
@@ -178,6 +178,7 @@ def _gpus(key: str, spec: Experiment) -> dict[str, Any]:
 def _recorded(result: Result, number: int | None) -> Unfinished | None:
     """Writes the result of a run, whose number in its sweep is None for a single one, and prints it. Returns the run if it has
     rounds still to do."""
+    result = replace(result, reason=redacted(result.reason))  # which is printed, too
     folder, more = result.folder, result.unfinished
     if result.config.get("until_limit"):
         tally.note_failure(OmegaConf.create(result.config), result.status, result.reason)
@@ -215,22 +216,21 @@ def _show(result: Result, number: int | None, more: bool) -> None:
 def further(earlier: Unfinished) -> Unfinished | None:
     """Does the next round of a run. Returns None if it was the last round, or if it failed."""
     result, of = earlier.result, earlier.rounds.of
-    folder, done, value = result.folder, earlier.rounds.done, result.plain()
-    spec, started = Experiment.from_plain(value["experiment"]), time.monotonic()
-    outcome = _job(spec, folder, done, of, f"run {tally.place(earlier.number)}")
+    folder, done, started = result.folder, earlier.rounds.done, time.monotonic()
+    assert result.experiment is not None
+    spec = Experiment.from_plain(result.experiment)
+    outcome = _job(spec, result, done, of, f"run {tally.place(earlier.number)}")
     with results.writing(folder):
-        if outcome.status == "ok" and outcome.result["status"] == "ok":
+        if outcome.status == "ok" and outcome.result[0].status == "ok":
+            later, tables = outcome.result
             samples = results.read_samples(folder / "samples.parquet")
-            for rank, later in zip(samples, outcome.result["samples"], strict=True):
-                for which, ms in later.items():
+            for rank, more in zip(samples, tables.samples, strict=True):
+                for which, ms in more.items():
                     rank[which] += ms
-            value = rounds.joined(value, samples, outcome.result, environment.period(started))
-            value["environment"] |= _gpus("gpus_after", spec)
-            results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(value))
-            result = results.result(folder, **value)
+            result = rounds.joined(result, samples, _ended(later, started, spec))
+            results.write_samples(folder / "samples.parquet", samples, rounds.of_samples(result))
         else:
-            about = {key: value[key] for key in ("key", "name", "config", "experiment", "chosen", "environment")}
-            result = _failed(outcome, folder, about)
+            result = _failed(outcome, result, spec)
             result = replace(result, reason=f"in round {done + 1} of {of}: {result.reason}")
             for path in (*folder.glob("*.csv"), folder / "samples.parquet"):  # a failed run has no times
                 path.unlink(missing_ok=True)
@@ -249,59 +249,67 @@ def run(cfg: DictConfig, folder: Path, seed: int, place: str = "", compared: int
     for messages. compared: the number of runs that the sweep compares, including this one."""
     started, gpus = time.monotonic(), usable_gpus(cfg)
     config = {key: value for key, value in plain(cfg).items() if key != "hydra"}
-    about: dict[str, Any] = {"key": identity(cfg), "name": run_name(cfg, gpus), "config": config}
+    result = Result.begun(folder, identity(cfg), run_name(cfg, gpus), config)
     try:
         spec = plan.possible(cfg, gpus, seed)
         if place and (reason := tally.beyond_limit(cfg)):
             raise UnsupportedHere(reason)
     except (InvalidConfig, UnsupportedHere) as error:
-        about["environment"] = environment.host() | environment.period(started)
-        return results.result(folder, status=plan.refusal(error), reason=str(error), **about)
-    surroundings = environment.host() | _gpus("gpus_before", spec)
-    surroundings["variables"] = surroundings["variables"] | spec.launch.variables
+        return _ended(result.anew(status=plan.refusal(error), reason=str(error)), started)
+    here = result.environment
+    here = replace(here, variables=here.variables | spec.launch.variables, **_gpus("gpus_before", spec))
     if spec.device == "cuda":
-        surroundings["topology"] = environment.topology()
-    about |= {"experiment": spec.plain(), "environment": surroundings}
+        here = replace(here, topology=environment.topology())
+    result = replace(result, experiment=spec.plain(), environment=here)
     folder.mkdir(parents=True, exist_ok=True)
     of = rounds.number(cfg.order, spec, compared)
-    outcome = _job(spec, folder, 0, of, place)
-    about["environment"] |= environment.period(started) | _gpus("gpus_after", spec)
+    outcome = _job(spec, result, 0, of, place)
     if outcome.status != "ok":
-        return _failed(outcome, folder, about)
-    taken = outcome.result.pop("experiment", about["experiment"])  # with attention=auto, the experiment that was chosen
-    about["experiment"] = {**taken, "timing": asdict(spec.timing)}
-    if outcome.result.get("timing"):
-        outcome.result["timing"]["rounds"] = rounds.begun(outcome.result, of, about["environment"]["started_at"])
-        if spec.timing.counters:
-            outcome.result["timing"]["counters"] = ncu.count(Experiment.from_plain(about["experiment"]))
-    return _record(outcome.result, folder, about)
+        return _ended(_failed(outcome, result, spec), started, spec)
+    measured, tables = outcome.result
+    with results.writing(folder):
+        artifacts = results.write_tables(folder, tables)
+    taken = measured.experiment | {"timing": asdict(spec.timing)}  # of all rounds
+    result = _ended(replace(measured, experiment=taken, artifacts=artifacts), started, spec)
+    if result.timing and spec.timing.counters:
+        counted = ncu.count(Experiment.from_plain(taken))
+        result = replace(result, timing=replace(result.timing, counters=counted))
+    return rounds.begun(result, of) if result.timing else result
 
 
-def _job(spec: Experiment, folder: Path, this: int, of: int, place: str) -> Outcome:
+def _ended(result: Result, started: float, spec: Experiment | None = None) -> Result:
+    """The result with when the run began and how long it took."""
+    after = _gpus("gpus_after", spec) if spec else {}
+    return replace(result, environment=replace(result.environment, **environment.period(started), **after))
+
+
+def _job(spec: Experiment, result: Result, this: int, of: int, place: str) -> Outcome:
     """Round `this` of `of` of a run, in its world."""
     ranks = f"{spec.world_size} rank{'s' if spec.world_size > 1 else ''}"
     way = [way for way in (spec.options.get("grouping"), spec.kernel, spec.transport) if way not in (None, "auto")]
     title = f"{' '.join([spec.variant, *way])}, {ranks}, {spec.workload.describe()}" + (
         f", round {this + 1} of {of}" if this else ""
     )
-    job = {"experiment": rounds.part(spec, this, of).plain(), "folder": str(folder.absolute())}
-    log, launch = folder / "run.log", spec.launch
+    folder, launch = result.folder.absolute(), spec.launch
+    job = {"result": result.anew(experiment=rounds.part(spec, this, of).plain(), folder=folder)}
+    log = folder / "run.log"
     with display.Progress(title, metrics.iteration_flops(spec), place, tally.counts) as progress:
         return pool.call(world_of(spec), "runner.job:run", job, launch.timeout_s, log, progress, fresh=launch.fresh)
 
 
-def _failed(outcome: Outcome, folder: Path, about: dict[str, Any]) -> Result:
+def _failed(outcome: Outcome, result: Result, spec: Experiment) -> Result:
     """The result of a run that failed, without times."""
-    about = about | {"artifacts": {"log": "run.log"} if (folder / "run.log").exists() else None}
+    artifacts = {"log": "run.log"} if (result.folder / "run.log").exists() else {}
     if outcome.status == "ok":  # a later round that is incorrect
-        wrong = {key: outcome.result[key] for key in ("status", "reason", "correctness")}
-        return results.result(folder, **about, **wrong)
+        wrong = outcome.result[0]
+        about = {"status": wrong.status, "reason": wrong.reason, "correctness": wrong.correctness}
+        return result.anew(artifacts=artifacts, **about)
+    failure, limit, reason = None, spec.launch.memory_limit_gb, outcome.reason
     if outcome.world_lost:
-        about["failure"] = {"rank": outcome.rank, "phase": outcome.phase, "log_tail": outcome.log_tail}
-    limit, reason = about["experiment"]["launch"]["memory_limit_gb"], outcome.reason
+        failure = Failure(rank=outcome.rank, phase=outcome.phase, log_tail=outcome.log_tail)
     if outcome.status == "oom" and limit is not None:
         reason = f"{reason} (launch.memory_limit_gb={limit:g})"
-    return results.result(folder, status=outcome.status, reason=reason, **about)
+    return result.anew(status=outcome.status, reason=reason, failure=failure, artifacts=artifacts)
 
 
 def world_of(spec: Experiment) -> WorldSpec:
@@ -310,12 +318,3 @@ def world_of(spec: Experiment) -> WorldSpec:
     agents = place.agents(spec.world_size, gpus) if place else 1
     about = launch.nodes, agents, launch.start_timeout_s, launch.share_gpu, tuple(sorted(spec.launch.variables.items()))
     return WorldSpec(spec.world_size, spec.device, *about)
-
-
-def _record(measured: dict[str, Any], folder: Path, about: dict[str, Any]) -> Result:
-    """Writes the run's tables and builds its result."""
-    with results.writing(folder):
-        artifacts = results.write_tables(folder, measured)
-    about["environment"] |= measured.pop("environment")
-    about["environment"] |= {key: measured.pop(key, None) for key in ("ceilings", "estimate")}
-    return results.result(folder, **about, **measured, artifacts=artifacts)

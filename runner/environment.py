@@ -34,7 +34,7 @@ def _output(*command: str, cwd: Path | None = None) -> str | None:
         return None
 
 
-def period(started: float) -> dict[str, float]:
+def period(started: float) -> dict[str, Any]:
     """The start in Unix time and the seconds since then, of what started at this time of the monotonic clock."""
     seconds = time.monotonic() - started
     return {"started_at": time.time() - seconds, "seconds": seconds}

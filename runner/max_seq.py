@@ -24,8 +24,8 @@ from runner.launch.worlds import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
 from runner.output import commands, results, terminal
-from runner.record.fields import Memory
-from runner.record.parsing import parsed
+from runner.record.fields import RankMemory
+from runner.record.result import Result
 
 PRECISION = 0.02  # the search ends when the shortest length that does not fit is so near the longest that does
 TOKENS = 128  # of a rank: lengths are multiples of it times the world size
@@ -106,8 +106,8 @@ class Search:
             )
         plan.check_here(self.small, self.cfg, self.gpus)
         first = self._step(self.unlimited)
-        row.kernel = first["chosen"]["kernel"]
-        row.limit = int(gib * 2**30) if gib is not None else min(rank["free"] for rank in first["memory"]["by_rank"])
+        row.kernel = first.chosen.kernel if first.chosen else None
+        row.limit = int(gib * 2**30) if gib is not None else min(rank.free or 0 for rank in _ranks(first))
         most = min(row.limit // TOKENS, MOST_TOKENS // self.unit)  # a byte a token, at least
         predicted = self.unit * bisect_right(range(1, most + 1), row.limit, key=self._needed)
         begin = self._experiment(max(predicted, self.unit))
@@ -125,12 +125,12 @@ class Search:
         self._step(self.unlimited)  # takes what a process takes once
         started = time.monotonic()
         step = self._step(self._experiment(tokens))
-        trial = {"seq_len": tokens, "fits": False, "seconds": time.monotonic() - started}
-        trial |= {key: step[key] for key in ("status", "reason", "memory") if key in step}
+        ranks = _ranks(step)
+        trial = {"seq_len": tokens, "fits": False, "seconds": time.monotonic() - started, "status": step.status}
+        trial |= {"reason": step.reason, "memory": step.memory and asdict(step.memory)}
         self.row.trials.append(trial)
-        if step["status"] != "ok":
+        if step.status != "ok":
             return None
-        ranks = parsed(Memory, step["memory"]).by_rank
         # the allocator's limit leaves symmetric memory out
         held = max((rank.peak_reserved or rank.peak_resident or 0) + rank.symmetric for rank in ranks)
         if self.small.launch.memory_limit_gb is not None and held > int(self.row.limit or 0):
@@ -138,18 +138,25 @@ class Search:
         trial["fits"], self.row.measured_peak = True, max(rank.peak for rank in ranks)
         return held
 
-    def _step(self, spec: Experiment) -> dict[str, Any]:
+    def _step(self, spec: Experiment) -> Result:
         """The result of the job, `oom` where it does not fit."""
-        tokens, world, job = spec.workload.seq_len, app.world_of(spec), {"experiment": spec.plain(), "folder": None}
+        tokens, world = spec.workload.seq_len, app.world_of(spec)
+        result = Result.begun(self.log.parent, "", "", {}).anew(experiment=spec.plain())
         if not terminal.out.is_terminal:
             terminal.err.print(f"{self.row.setting}: {tokens:,} tokens", soft_wrap=True)
-        outcome = self.pool.call(world, "runner.job:run", job, spec.launch.timeout_s, self.log)
+        outcome = self.pool.call(world, "runner.job:run", {"result": result}, spec.launch.timeout_s, self.log)
         if outcome.status == "oom":
-            return {"status": "oom", "reason": outcome.reason}
-        if outcome.status != "ok" or "memory" not in outcome.result:
+            return result.anew(status="oom", reason=outcome.reason)
+        if outcome.status == "ok":
+            result, _ = outcome.result
+        if result.memory is None:
             error = InvalidConfig if outcome.status == "invalid" else UnsupportedHere
-            raise error(f"seq_len={tokens}: {outcome.status}: {outcome.reason or outcome.result['reason']}")
-        return outcome.result
+            raise error(f"seq_len={tokens}: {outcome.status}: {outcome.reason or result.reason}")
+        return result
+
+
+def _ranks(step: Result) -> list[RankMemory]:
+    return step.memory.by_rank if step.memory else []
 
 
 def search(arguments: list[str], pool: Pool, folder: Path) -> list[Row]:

@@ -25,15 +25,16 @@ order, and `runner.app` does a turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import sqrt
 from statistics import median
-from typing import Any
 
 from runner.config.experiment import Experiment
 from runner.measure import metrics, statistics
 from runner.measure.statistics import Samples
+from runner.record.fields import Rounds, Timing, Turn
+from runner.record.result import Result
 
 ROUNDS = 3
 LEAST_SAMPLES = 3  # per turn, under order=auto
@@ -108,60 +109,60 @@ def part(spec: Experiment, this: int, rounds: int) -> Experiment:
     return replace(spec, timing=timing, phases=False, energy=False, baseline="none")
 
 
-def begun(measured: Mapping[str, Any], rounds: int, started_at: float) -> dict[str, Any]:
-    """`timing.rounds` after a run's first round, from the result of its job; `started_at` in seconds since the epoch."""
-    return _rounds([_round(measured, started_at)], rounds)
+def begun(result: Result, rounds: int) -> Result:
+    """A run after its first round."""
+    return _with_rounds(result, [_round(result)], rounds)
 
 
-def _round(measured: Mapping[str, Any], started_at: float) -> dict[str, Any]:
-    timing = measured["timing"]
-    return {
-        "samples": timing["passes"]["forward"]["n"],
-        "median_ms": _medians(timing),
-        **{key: timing.get(key) for key in OF_WARMUP},  # missing with timing=simple
-        "started_at": started_at,
-        "during": measured["environment"]["during"],
-    }
+def _round(result: Result) -> Turn:
+    timing, about = result.timing, result.environment
+    assert timing is not None
+    warmup = {key: getattr(timing, key) for key in OF_WARMUP}  # None with timing=simple
+    samples, medians = timing.passes["forward"].n, _medians(timing)
+    return Turn(samples=samples, median_ms=medians, started_at=about.started_at, during=about.during, **warmup)
 
 
-def _medians(timing: Mapping[str, Any]) -> dict[str, float]:
-    return {which: times["median"] for which, times in timing["passes"].items()}
+def _medians(timing: Timing) -> dict[str, float]:
+    return {which: times.median for which, times in timing.passes.items()}
 
 
-def _rounds(by_round: list[dict[str, Any]], rounds: int) -> dict[str, Any]:
-    medians = {which: [each["median_ms"][which] for each in by_round] for which in by_round[0]["median_ms"]}
+def _with_rounds(result: Result, by_round: list[Turn], of: int) -> Result:
+    medians = {which: [one.median_ms[which] for one in by_round] for which in by_round[0].median_ms}
     drift = {which: max(ms) / min(ms) - 1 if min(ms) else 0.0 for which, ms in medians.items()}
-    return {"done": len(by_round), "of": rounds, "drift": drift, "by_round": by_round}
+    assert result.timing is not None
+    rounds = Rounds(done=len(by_round), of=of, drift=drift, by_round=by_round)
+    return replace(result, timing=replace(result.timing, rounds=rounds))
 
 
-def joined(
-    value: Mapping[str, Any], samples: list[Samples], later: Mapping[str, Any], period: Mapping[str, float]
-) -> dict[str, Any]:
-    """A result with one more round. samples: of all ranks and rounds. later: the new round's result. period: when the round
-    began and how long it took, as from `environment.period`."""
-    spec, before = Experiment.from_plain(value["experiment"]), value["timing"]
-    by_round = [*before["rounds"]["by_round"], _round(later, period["started_at"])]
-    timing = {**before, **statistics.of_ranks(samples, before["overhead_ms"])}
-    timing["rounds"] = _rounds(by_round, before["rounds"]["of"])
-    iterations, settled, back_to_back = ([one[key] for one in by_round] for key in OF_WARMUP)
-    timing["warmup_iterations"] = sum(iterations)
-    timing["warmup_settled"] = False if False in settled else None if None in settled else True
+def joined(result: Result, samples: list[Samples], later: Result) -> Result:
+    """A result with one more round. samples: of all ranks and rounds. later: the new round's result."""
+    timing, metrics_now = result.timing, later.metrics
+    assert result.experiment is not None and timing is not None and metrics_now is not None
+    spec, before = Experiment.from_plain(result.experiment), timing.rounds
+    by_round = [*before.by_round, _round(later)]
+    iterations, settled, back_to_back = ([getattr(one, key) for one in by_round] for key in OF_WARMUP)
     known = [ms for ms in back_to_back if ms is not None]
-    timing["back_to_back_ms"] = median(known) if known else None
-    if "precision_met" in timing:
-        timing["precision_met"] = statistics.precise(samples, spec.timing.precision, spec.timing.timing_runs)
+    timing = replace(
+        timing,
+        **statistics.of_ranks(samples, timing.overhead_ms),
+        warmup_iterations=sum(iterations),
+        warmup_settled=False if False in settled else None if None in settled else True,
+        back_to_back_ms=median(known) if known else None,
+    )
+    if timing.precision_met is not None:
+        met = statistics.precise(samples, spec.timing.precision, spec.timing.timing_runs)
+        timing = replace(timing, precision_met=met)
     medians = _medians(timing)
-    limited = metrics.at(later["metrics"], medians, spec)  # by the newest ceilings
-    environment = {**value["environment"], "ceilings": later["ceilings"]}
-    environment["seconds"] += period["seconds"]
-    by_device = [entry for one in by_round for entry in one["during"]["by_device"]]
-    environment["during"] = {**environment["during"], "by_device": by_device}
-    whole = {**value, "timing": timing, "metrics": limited, "environment": environment}
-    if "passes" in (baseline := value.get("baseline") or {}):
-        whole["baseline"] = {**baseline, **metrics.gain(baseline, medians, spec.world_size, limited)}
-    return whole
+    limited = metrics.at(metrics_now, medians, spec)  # by the newest ceilings
+    baseline = result.baseline and metrics.compared(result.baseline, medians, spec.world_size, limited)
+    about, now = result.environment, later.environment
+    by_device = [entry for one in by_round for entry in one.during.by_device]
+    during, seconds = replace(about.during, by_device=by_device), about.seconds + now.seconds
+    about = replace(about, ceilings=now.ceilings, seconds=seconds, during=during, gpus_after=now.gpus_after)
+    whole = replace(result, timing=timing, metrics=limited, baseline=baseline, environment=about)
+    return _with_rounds(whole, by_round, before.of)
 
 
-def of_samples(value: Mapping[str, Any]) -> list[int]:
-    """The number of samples of each round of a result."""
-    return [one["samples"] for one in value["timing"]["rounds"]["by_round"]]
+def of_samples(result: Result) -> list[int]:
+    """The number of samples of each round."""
+    return [one.samples for one in result.timing.rounds.by_round] if result.timing else []

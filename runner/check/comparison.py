@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +21,7 @@ from runner.check.reference import Reference, smallest
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure.attention_work import ROLES, SINKS, AttentionWork, score_factor
+from runner.record.fields import Correctness, LseError, TensorError
 
 MAX_TFLOP = {"cpu": 2.0, "cuda": 400.0}  # reference work above which a sample of the pieces is checked
 KEPT_BYTES = 512 << 20  # of references that a rank keeps for later runs
@@ -36,8 +36,8 @@ def compare(me: Rank, experiment: Experiment, work: AttentionWork, outputs: dict
     comparison = _Comparison(me, experiment, work, whole)
     share = comparison.add_pieces(KEPT_BYTES if experiment.launch.memory_limit_gb is None else 0)
     me.say("check_compare")
-    about = {"reference": name_of(comparison.dtype), "kernel": work.plan.kernel.name, "checked_share": share}
-    return Compared(comparison.fields(lse if isinstance(lse, str) else None) | about, comparison.limits)
+    correctness = replace(comparison.result(lse if isinstance(lse, str) else None), checked_share=share)
+    return Compared(correctness, comparison.limits)
 
 
 def tolerances(experiment: Experiment) -> dict[str, Tolerance]:
@@ -136,25 +136,30 @@ class _Comparison:
         for errors, x in ((self.errors, compared), (self.local, alone)):
             errors[SINKS].add(x, value, reference.scales(SINKS), self._rtol(SINKS))
 
-    def fields(self, without_lse: str | None) -> dict[str, Any]:
+    def result(self, without_lse: str | None) -> Correctness:
         """The errors over all ranks against the tolerances. without_lse: why there is no LSE to compare."""
         everyone = self.me.gather((self.errors, self.local))
         errors = {name: total(ranks[name] for ranks, _ in everyone) for name in self.errors}
         tensors, why = {}, []
         for name in self.local:
             alone = total(ranks[name] for _, ranks in everyone)
-            why += errors[name].faults(name, self.limits[name], alone)
-            tensors[name] = errors[name].plain() | errors[name].beside(alone) | {"local_worst_row": alone.row}
-        asked, lse = self.experiment.dtype, {"checked": False, "why": without_lse}
+            error = errors[name]
+            why += error.faults(name, self.limits[name], alone)
+            tensors[name] = TensorError(local_worst_row=alone.row, **error.plain(), **error.beside(alone))
+        asked, lse = self.experiment.dtype, LseError(checked=False, why=without_lse)
         if "lse" in errors:
-            plain = errors["lse"].plain()
-            lse = {"checked": True, "why": None} | {
-                name: plain[name] for name in ("max_abs", "worst_row", "worst_row_at")
-            }
+            lse = LseError(checked=True, **errors["lse"].plain() | {"rel_l2": None, "gain": None})
             if not errors["lse"].row <= asked.lse:
                 why.append(f"lse error {errors['lse'].row:.2e} of 1 + |lse| > {asked.lse:.0e} at {errors['lse'].place}")
         tolerance = {"lse": asked.lse, "error_ratio": asked.error_ratio, "gain": self.limits["out"].gain}
         for prefix, name in (("", "out"), ("grad_", "dq")):
             limit = self.limits[name]
             tolerance |= {f"{prefix}atol": limit.absolute, f"{prefix}rel_l2": limit.rel_l2, f"{prefix}row": limit.row}
-        return verdict(why, tensors=tensors, lse=lse, tolerance=tolerance)
+        return Correctness(
+            **verdict(why),
+            tensors=tensors,
+            lse=lse,
+            reference=name_of(self.dtype),
+            kernel=self.work.plan.kernel.name,
+            tolerance={name: limit for name, limit in tolerance.items() if limit is not None},
+        )

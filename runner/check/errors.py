@@ -6,9 +6,12 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
+
+if TYPE_CHECKING:  # the reference shares nothing with the library
+    from runner.record.fields import Correctness
 
 SUMS = ("difference", "reference", "along", "along_square", "weight")  # fields of `Error` that add up
 CHANCE = 5.0  # standard errors up to which a gain may be chance
@@ -33,11 +36,11 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class Compared:
-    """A workload's comparison with its reference. fields: of the result, with `passed` and `why`. limits: each output's tolerance.
+    """A workload's comparison with its reference. limits: each output's tolerance.
     outputs: this rank's, as `Workload.outputs`, in CPU memory, to compare timed outputs with; None if memory is limited. new_pack: of
     the new packed batch, if one was compared."""
 
-    fields: dict[str, Any]
+    correctness: Correctness
     limits: dict[str, Tolerance]
     outputs: dict[str, Tensor] | None = None
     new_pack: Compared | None = None
@@ -135,13 +138,13 @@ class Error:
     def ratio_to(self, local: Error | None) -> float | None:
         return self.rel_l2 / local.rel_l2 if local is not None and local.rel_l2 else None
 
-    def beside(self, local: Error) -> dict[str, float | None]:
-        """The fields of a result that tell of a local call."""
+    def beside(self, local: Error) -> dict[str, Any]:
+        """The fields of a `TensorError` that tell of a local call."""
         return {"local_rel_l2": local.rel_l2, "ratio_to_local": self.ratio_to(local)}
 
     def plain(self) -> dict[str, Any]:
-        """The fields of a result. worst_row is relative to the row's scale; worst_row_at is null without rows."""
-        at = None if self.row_at is None else dict(zip(("batch", "token", "head"), self.row_at, strict=True))
+        """The fields of a `TensorError`. worst_row is relative to the row's scale; worst_row_at is empty without rows."""
+        at = dict(zip(("batch", "token", "head"), self.row_at or (), strict=False))
         of_row = {"worst_row": self.row, "worst_row_at": at}
         return {"rel_l2": self.rel_l2, "max_abs": self.worst, **of_row, "gain": self.gain}
 
@@ -150,7 +153,7 @@ def total(errors: Iterable[Error]) -> Error:
     return reduce(Error.plus, errors, Error())
 
 
-def verdict(why: Iterable[str], **fields: Any) -> dict[str, Any]:
-    """The fields of a result, with `passed` and `why`: the faults, None without."""
+def verdict(why: Iterable[str]) -> dict[str, Any]:
+    """The fields `passed` and `why`: the faults, None without."""
     text = "; ".join(why) or None
-    return {"passed": text is None, "why": text, **fields}
+    return {"passed": text is None, "why": text}

@@ -25,6 +25,7 @@ from runner.measure.attention_work import AttentionWork, ModuleWork
 from runner.measure.model_work import ModelWork
 from runner.measure.timing import iterate
 from runner.measure.workload import EVEN, Passes, Workload
+from runner.record.fields import Timed
 
 # A workload's outputs on this rank, which the function owns, compared with their reference. Collective.
 Compare = Callable[[Rank, Experiment, Any, dict[str, Tensor]], Compared]
@@ -44,14 +45,15 @@ def check(me: Rank, experiment: Experiment, work: Workload) -> Compared:
         work.negate()
         iterate(work)
     compared = _compared(me, experiment, work)
-    if not experiment.timing.new_packs or not compared.fields["passed"]:
+    if not experiment.timing.new_packs or not compared.correctness.passed:
         return compared
     with work.new_pack(1) as call:
         me.say("check_variant", note="a new packed batch")
         iterate(work)
         new = _compared(me, replace(experiment, workload=call), work)
-    why = [f"a new packed batch: {new.fields['why']}"] if new.fields["why"] else []
-    return replace(compared, fields=compared.fields | verdict(why, new_pack=new.fields["tensors"]), new_pack=new)
+    why, tensors = new.correctness.why, new.correctness.tensors
+    both = verdict([f"a new packed batch: {why}"] if why else [])
+    return replace(compared, correctness=replace(compared.correctness, new_pack=tensors, **both), new_pack=new)
 
 
 def _compared(me: Rank, experiment: Experiment, work: Workload) -> Compared:
@@ -63,13 +65,13 @@ def _compared(me: Rank, experiment: Experiment, work: Workload) -> Compared:
     return replace(COMPARISONS[type(work)](me, experiment, work, outputs), outputs=kept)
 
 
-def check_timed(me: Rank, work: Workload, timed: Passes, checked: Compared) -> dict[str, Any]:
+def check_timed(me: Rank, work: Workload, timed: Passes, checked: Compared) -> Timed:
     """After the timing, compares further outputs with the checked ones: those of the last `timed` iteration, unless it had
     another packed batch, and those of one more iteration with negated inputs, of the new packed batch, too, if one was checked.
     The result has the errors of each, `passed` and, if it failed, `why`."""
     me.say("check_timed")
     if checked.outputs is None:
-        return {"passed": None, "why": "launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in"}
+        return Timed(why="launch.memory_limit_gb leaves no memory on a CPU to keep checked outputs in")
     fields: dict[str, Any] = {}
     why: list[str] = []
     last, new_pack = work.outputs(), checked.new_pack
@@ -98,7 +100,7 @@ def check_timed(me: Rank, work: Workload, timed: Passes, checked: Compared) -> d
             iterate(work)
             compare("new_pack", "a new packed batch with negated inputs", work.outputs(), new_pack, -1)
     work.release()
-    return verdict(why, **fields)
+    return Timed(**verdict(why), **fields)
 
 
 def _errors(me: Rank, work: Workload, outputs: dict[str, Tensor], checked: Compared, sign: int) -> dict[str, Error]:

@@ -21,6 +21,7 @@ from runner.measure.attention_work import ModuleWork
 from runner.measure.model_work import GUESSED, ModelWork
 from runner.measure.workload import Workload, alone
 from runner.measure.workloads import on_one_device
+from runner.record.fields import Correctness, LseError, TensorError
 
 LEAST = 1e-4  # the relative error of a gradient that fp32's rounding in all layers explains
 RATIO = 1.5  # at most so many times the error of one device, all gradients together
@@ -53,8 +54,9 @@ def compare(me: Rank, experiment: Experiment, work: ModelWork, outputs: Tensors)
         of_tokens = mine[GUESSED].view(*work.batches[0].ids.shape, 1, 1)
         mine = {GUESSED: work.fn.unshard(of_tokens).reshape(-1, 1, 1)}
     me.say("check_compare")
-    about = {"kernel": work.plan.kernel.name, "checked_share": layers / work.config.layers}
-    return compared(experiment, outputs, me.agree(fields(experiment, mine, *there) if there else None) | about)
+    result = me.agree(correctness(experiment, mine, *there) if there else None)
+    share = layers / work.config.layers
+    return compared(experiment, outputs, replace(result, kernel=work.plan.kernel.name, checked_share=share))
 
 
 def compare_module(me: Rank, experiment: Experiment, work: ModuleWork, outputs: Tensors) -> Compared:
@@ -67,14 +69,14 @@ def compare_module(me: Rank, experiment: Experiment, work: ModuleWork, outputs: 
         for one in [replace(on_one_device(experiment), kernel=name)]
     )
     me.say("check_compare")
-    mine = fields(experiment, outputs, dtype, exact, local)
-    why = dict.fromkeys(filter(None, me.gather(mine["why"])))
-    return compared(experiment, outputs, mine | verdict(why, kernel=kernel, checked_share=1.0))
+    mine = correctness(experiment, outputs, dtype, exact, local)
+    why = dict.fromkeys(filter(None, me.gather(mine.why)))
+    return compared(experiment, outputs, replace(mine, kernel=kernel, **verdict(why)))
 
 
-def compared(experiment: Experiment, outputs: Tensors, fields: dict[str, Any]) -> Compared:
+def compared(experiment: Experiment, outputs: Tensors, result: Correctness) -> Compared:
     """The comparison of these outputs, whose rows have no scale of their own."""
-    return Compared(fields, dict.fromkeys(outputs, tolerance(experiment, None)))
+    return Compared(result, dict.fromkeys(outputs, tolerance(experiment, None)))
 
 
 def tolerance(experiment: Experiment, local: Error | None, ratio: float = RATIO_OF_ONE) -> Tolerance:
@@ -119,10 +121,10 @@ def _changed(experiment: Experiment, **changes: Any) -> Experiment:
     return replace(experiment, model=replace(experiment.model, **changes))
 
 
-def fields(
+def correctness(
     experiment: Experiment, outputs: Tensors, dtype: torch.dtype, exact: Tensors, local: Tensors
-) -> dict[str, Any]:
-    """The fields of the result: of the loss or out, of all gradients together, and of the worst one. Every one counts. exact: the
+) -> Correctness:
+    """Of the loss or out, of all gradients together, and of the worst one. Every one counts. exact: the
     reference, computed in `dtype`. local: the outputs of one device."""
     errors = {name: (_error(outputs[name], x), _error(local[name], x)) for name, x in exact.items()}
     why = [text for name, (error, alone) in errors.items() for text in error.faults(name, tolerance(experiment, alone))]
@@ -135,11 +137,11 @@ def fields(
         error, alone = (total(both) for both in zip(*(errors[name] for name in names), strict=True))
         if label == "gradients":
             why += error.faults("all gradients", tolerance(experiment, alone, RATIO))
-        tensors[label] = {"rel_l2": error.rel_l2, "max_abs": error.worst, **error.beside(alone)}
-    lse = {"checked": None, "why": "results and gradients of a whole model or module are compared"}
+        tensors[label] = TensorError(rel_l2=error.rel_l2, max_abs=error.worst, **error.beside(alone))
+    lse = LseError(why="results and gradients of a whole model or module are compared")
     least = tolerance(experiment, None).rel_l2
     bars = {"grad_rel_l2": least, "error_ratio": RATIO, "error_ratio_of_one": RATIO_OF_ONE}
-    return verdict(why, tensors=tensors, lse=lse, tolerance=bars, reference=name_of(dtype))
+    return Correctness(**verdict(why), tensors=tensors, lse=lse, tolerance=bars, reference=name_of(dtype))
 
 
 def _error(x: Tensor, expected: Tensor) -> Error:

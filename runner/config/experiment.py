@@ -290,7 +290,8 @@ class Experiment:
 
     def plain(self) -> dict[str, Any]:
         """As a result records it."""
-        return asdict(self) | {"graphs": self.graphs}
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self) | {"graphs": self.graphs}))
+        return plain
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Experiment:

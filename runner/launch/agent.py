@@ -48,7 +48,7 @@ class Agent:
             raise
 
     def tell(self, line: str) -> None:
-        """Send a line to rank 0: that `job.json` holds its next job, or `stop`."""
+        """Send a line to rank 0: that `job` holds its next job, or `stop`."""
         with contextlib.suppress(OSError):
             os.write(self._jobs, f"{line}\n".encode())
 

@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import json
 import os
+import pickle
 import re
 import resource
 import signal
@@ -23,6 +24,7 @@ import torch.distributed as dist
 
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.launch.files import Part, write
+from runner.launch.outcome import Outcome
 from runner.launch.processes import cores, die_with_parent
 
 FOREVER = timedelta(days=7)  # the launcher decides what is too long
@@ -151,31 +153,32 @@ def _work(me: Rank) -> None:
             if not line:  # the program has ended, and the agent ends this rank
                 signal.pause()
             if line == "job\n":
-                message = json.loads((me.folder / "job.json").read_text())
+                message = (me.folder / "job").read_bytes()
         message = me.agree(message)
         if message is None:
             return
-        me.job, me.facts, me.stages = message["job"], {}, {}
-        reply = _reply(me, message["target"], message["arguments"])
+        me.job, target, arguments = pickle.loads(message)
+        me.facts, me.stages = {}, {}
+        reply = _reply(me, target, arguments)
         me.say("idle")
         if me.rank == 0:
-            write(me.folder / f"reply{me.job}.json", json.dumps(reply))
+            write(me.folder / f"reply{me.job}", pickle.dumps(reply))
 
 
-def _reply(me: Rank, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+def _reply(me: Rank, target: str, arguments: dict[str, Any]) -> Outcome:
     """The reply of one job, once every rank has ended it. A refusal by the whole world is a reply. Any other exception
     ends this rank and with it the world, since other ranks may wait for it."""
     me.say("start")
     module, _, name = target.partition(":")
     try:
-        reply = {"status": "ok", "result": getattr(importlib.import_module(module), name)(me, **arguments)}
+        reply = Outcome("ok", result=getattr(importlib.import_module(module), name)(me, **arguments))
     except InvalidConfig as error:
-        reply = {"status": "invalid", "reason": str(error)}
+        reply = Outcome("invalid", str(error))
     except UnsupportedHere as error:
-        reply = {"status": "unsupported", "reason": str(error)}
+        reply = Outcome("unsupported", str(error))
     me.fault = None
     me.say("end", waiting=True)
-    statuses = me.gather(reply["status"])
+    statuses = me.gather(reply.status)
     if len(set(statuses)) > 1:
         raise RuntimeError(f"the ranks ended the job differently: {statuses}")
     return reply

@@ -5,7 +5,7 @@ Whatever happens to a rank comes back as an `Outcome`."""
 from __future__ import annotations
 
 import contextlib
-import json
+import pickle
 import tempfile
 import time
 from collections.abc import Callable
@@ -53,7 +53,7 @@ class World:
         progress: Progress | None = None,
     ) -> Outcome:
         """Call `job` on every rank with the `Rank` and the arguments. Returns the `Outcome`, with rank 0's return
-        value (plain data), once all ranks have ended the job. `timeout_s`: how long a rank may be silent; at least ten times
+        value, once all ranks have ended the job. `timeout_s`: how long a rank may be silent; at least ten times
         a phase's expected duration, where it has one. `log`: the file for the ranks' output of this job."""
         assert self.alive, "this world is gone"
         # the name by which each rank imports the job
@@ -61,7 +61,7 @@ class World:
         offsets = self.files.log_sizes()
         self.jobs += 1
         try:
-            write(self.folder / "job.json", json.dumps({"job": self.jobs, "target": target, "arguments": arguments}))
+            write(self.folder / "job", pickle.dumps((self.jobs, target, arguments)))
             self.agent.tell("job")
             outcome = self._await(timeout_s, progress)
         finally:
@@ -79,11 +79,9 @@ class World:
         stopped = 0.0
         while True:
             ended = self.ended()
-            reply = self.files.json(
-                f"reply{self.jobs}.json"
-            )  # after `ended`: a reply may come just before the agent's end
-            if reply is not None:
-                return Outcome(reply["status"], reply.get("reason"), reply.get("result"))
+            with contextlib.suppress(FileNotFoundError):  # after `ended`: a reply may come just before the agent's end
+                outcome: Outcome = pickle.loads((self.folder / f"reply{self.jobs}").read_bytes())
+                return outcome
             if ended is not None:
                 return why_lost.ended(ended)
             time.sleep(POLL_S)

@@ -22,6 +22,7 @@ from runner.config.experiment import NEW_PACKS, AttentionCall, Experiment
 from runner.measure.kernels import call_shape
 from runner.measure.workload import DTYPES, Workload, by_rows
 from runner.peers import Package
+from runner.record.fields import Chosen
 
 NAMES = ("q", "k", "v", "dout")
 SINKS = "dsinks"
@@ -155,7 +156,7 @@ class AttentionWork(Workload):
         outputs = {"out": out.detach(), **dict(zip(GRADIENTS, gradients, strict=False))}
         return outputs | ({SINKS: outputs[SINKS].view(1, -1, 1)} if SINKS in outputs else {})
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Chosen:
         """With kernel=auto also why preferred kernels were passed over."""
         chosen, problem = self.fn.variant, self.plan.problem
         if isinstance(chosen, Package) or self.experiment.kernel != "auto":
@@ -164,7 +165,7 @@ class AttentionWork(Workload):
         if problem.is_cut:  # into packed calls
             shape = replace(shape, packed=True)
         skipped = passed_over(self.plan.kernel.name, shape, masks(problem), chosen.decode)
-        return super().report() | {"passed_over": skipped}
+        return replace(super().report(), passed_over=skipped)
 
     def rows(self, name: str, output: Tensor) -> Tensor:
         role = ROLES[name]

@@ -9,45 +9,44 @@ from typing import Any
 from runner.config.experiment import Experiment
 from runner.launch.rank import Rank, is_out_of_memory
 from runner.measure import choosing, duration, memory, metrics, timing
-from runner.measure.statistics import Fields
 from runner.measure.workload import Workload
 from runner.measure.workloads import single, workload
+from runner.record.fields import Baseline, Metrics
 
 LEAST_TOKENS = 2048  # a shorter sequence that does not fit is an error
 
-_known: dict[Any, Fields] = {}  # on rank 0; the variants of a sweep share a baseline
+_known: dict[Any, Baseline] = {}  # on rank 0; the variants of a sweep share a baseline
 
 
-def measure(me: Rank, spec: Experiment, metric_fields: Fields, expected_s: float) -> Fields:
-    """The baseline, with speedup and efficiency of the run against it where it has times. metric_fields: the run's metrics.
-    expected_s: seconds that an iteration should take."""
+def measure(me: Rank, spec: Experiment, measured: Metrics, ms: dict[str, float], expected_s: float) -> Baseline:
+    """The baseline, with the speedup and efficiency of the run, whose passes take `ms`, where the baseline has times. expected_s:
+    seconds that an iteration should take."""
     baseline = (_dense if spec.baseline == "dense" else _single)(me, spec, expected_s)
-    if "passes" not in baseline:
-        return baseline
-    tokens, passes = metric_fields["tokens"], metric_fields["passes"]
-    times = {which: tokens / entry["tokens_per_s"] * 1e3 for which, entry in passes.items()}
-    return baseline | metrics.gain(baseline, times, me.world, metric_fields)
+    return metrics.compared(baseline, ms, me.world, measured)
 
 
-def _timed(work: Workload, expected_s: float) -> Fields:
-    """`kernel`, the number of `samples`, and `passes`: the median of each in ms."""
-    passes = timing.measure(work, expected_s, "baseline")[0]["timing"]["passes"]
-    medians, spreads = ({which: times[key] for which, times in passes.items()} for key in ("median", "iqr_over_median"))
-    about = {"kernel": work.report()["kernel"], "samples": passes["forward"]["n"]}
-    return about | {"passes": medians, "iqr_over_median": spreads}
+def _timed(work: Workload, expected_s: float, kind: str) -> Baseline:
+    passes = timing.measure(work, expected_s, "baseline")[0].passes
+    return Baseline(
+        kind=kind,
+        kernel=work.plan.kernel.name,
+        samples=passes["forward"].n,
+        passes={which: times.median for which, times in passes.items()},
+        iqr_over_median={which: times.iqr_over_median for which, times in passes.items()},
+    )
 
 
-def _dense(me: Rank, spec: Experiment, expected_s: float) -> Fields:
+def _dense(me: Rank, spec: Experiment, expected_s: float) -> Baseline:
     """Dense attention in the mask's direction, timed as the run was."""
     me.say("baseline", expected_s)
     try:
         work = choosing.together(me, lambda: workload(spec)(me, spec.dense))
     except ValueError as error:
-        return {"kind": "dense", "unsupported": str(error)}
-    return {"kind": "dense", **_timed(work, expected_s)}
+        return Baseline(kind="dense", unsupported=str(error))
+    return _timed(work, expected_s, "dense")
 
 
-def _single(me: Rank, spec: Experiment, expected_s: float) -> Fields:
+def _single(me: Rank, spec: Experiment, expected_s: float) -> Baseline:
     """What is known of the work on one device, or measured now by rank 0."""
     known_by = (
         spec.workload, spec.dilation, spec.model, spec.kernel, spec.mode, spec.device, me.world, spec.deterministic, spec.timing,
@@ -58,10 +57,11 @@ def _single(me: Rank, spec: Experiment, expected_s: float) -> Fields:
         # this rank as a world of one, which times no stages
         _known[known_by] = _fitting(replace(me, world=1, stages={}), spec, expected_s)
     me.say("baseline", waiting=True)
-    return me.agree(_known.get(known_by))
+    baseline: Baseline = me.agree(_known.get(known_by))
+    return baseline
 
 
-def _fitting(me: Rank, spec: Experiment, expected_s: float) -> Fields:
+def _fitting(me: Rank, spec: Experiment, expected_s: float) -> Baseline:
     """The work on one device: fewer samples where an iteration takes long. If it does not fit, it is measured at half the length
     (and so on), extrapolated by FLOPs and marked so."""
     whole = tokens = spec.workload.seq_len
@@ -72,17 +72,17 @@ def _fitting(me: Rank, spec: Experiment, expected_s: float) -> Fields:
     while True:
         here = replace(spec, workload=spec.workload.shortened(tokens), timing=options)
         try:
-            baseline = _timed(single(me, here), expected_s)
+            baseline = _timed(single(me, here), expected_s, "single")
             break
         except ValueError as error:
-            return {"unsupported": str(error)}
+            return Baseline(unsupported=str(error))
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or tokens < LEAST_TOKENS:
                 raise
             memory.empty_caches(me.device)
             tokens //= 2
         if spec.workload.seqlens:
-            return {"unsupported": "the packed batch does not fit one device"}
+            return Baseline(unsupported="the packed batch does not fit one device")
     scale = metrics.flops(spec)["forward"] / metrics.flops(here)["forward"] if tokens < whole else 1.0
-    baseline["passes"] = {which: ms * scale for which, ms in baseline["passes"].items()}
-    return {**baseline, "extrapolated": tokens < whole, "measured_seq_len": tokens}
+    passes = {which: ms * scale for which, ms in baseline.passes.items()}
+    return replace(baseline, passes=passes, extrapolated=tokens < whole, measured_seq_len=tokens)

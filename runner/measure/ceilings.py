@@ -46,8 +46,8 @@ _known: dict[tuple[str, int], Fields] = {}  # by dtype and world size, in this p
 
 def ceilings(me: Rank, dtype: str, exceeded: bool = False) -> Fields:
     """matmul_tflops (in `dtype`, one rank), copy_gb_s (read plus written), link_gb_s (received, in a world of several),
-    measured_at (Unix time), and `source`: measured, or cached. exceeded: by a run. Then they are measured again, once per world, with
-    the old ones as `before`; they are unchanged if there is no memory for it. Collective."""
+    measured_at (Unix time), and `source`: measured, or cached. exceeded: by a run. Then they are measured again, once per world; they
+    are unchanged if there is no memory for it. Collective."""
     key = dtype, me.world
     me.say("ceilings")
     if key not in _known:
@@ -55,7 +55,7 @@ def ceilings(me: Rank, dtype: str, exceeded: bool = False) -> Fields:
         _known[key] = cached | {"source": "cached"} if cached else _measured(me, dtype) | {"source": "measured"}
     elif exceeded and _known[key]["source"] != AGAIN and _fits(me):
         before = {name: rate for name, rate in _known[key].items() if name in RATES}
-        _known[key] = _measured(me, dtype, before) | {"source": AGAIN, "before": before}
+        _known[key] = _measured(me, dtype, before) | {"source": AGAIN}
     return _known[key]
 
 

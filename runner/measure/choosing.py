@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, Fields]:
-    """The experiment with all choices made, the same on every rank, and the result's fields about them. Raises
+    """The experiment with all choices made, the same on every rank, and the fields of `Chosen` about them. Raises
     UnsupportedHere and InvalidConfig."""
     about: Fields = {}
     if spec.variant == AUTO:
@@ -38,7 +38,7 @@ def resolved(me: Rank, spec: Experiment) -> tuple[Experiment, Fields]:
             "options": options,
             "graphs": choice.replay == "graphs" and spec.timing.method != "cudagraph",
             "why": repr(choice),
-            "tried_ms": dict(choice.tried_ms) or None,
+            "tried_ms": dict(choice.tried_ms),
             "left_out": dict(choice.left_out),
         }
         replay = choice.replay if spec.replay == "auto" else spec.replay

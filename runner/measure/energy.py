@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 from runner import environment
 from runner.measure import sampler
-from runner.measure.statistics import Fields
 from runner.measure.timing import Timer, undisturbed
+from runner.record.fields import Energy
 
 LEAD_S = 0.3  # until a counter, which lags, shows the power of the iterations
 WINDOW_S = 1.0
 LEAST_S = 0.5  # between the changes of a counter that are used
 
 
-def measure(timer: Timer, calls: int, tokens: int, flops: int) -> Fields:
-    """`energy` of the result: of a window of the timer's iterations on GPUs, each with so many calls of so many tokens and FLOPs over
+def measure(timer: Timer, calls: int, tokens: int, flops: int) -> Energy:
+    """Of a window of the timer's iterations on GPUs, each with so many calls of so many tokens and FLOPs over
     all ranks."""
     me = timer.watch.me
     with sampler.sampling(me.device, "energy") as sampled:
@@ -38,7 +38,7 @@ def measure(timer: Timer, calls: int, tokens: int, flops: int) -> Fields:
         watts = power(sampled["times"], mj, begin)
     reasons, by_rank, lengths = zip(*me.gather((why, watts, seconds)), strict=True)
     if unavailable := next(filter(None, reasons), None):
-        return {"unavailable": unavailable}
+        return Energy(unavailable=unavailable)
     return of_window(by_rank, max(lengths), iterations * calls, tokens, flops)
 
 
@@ -53,19 +53,19 @@ def power(times: Sequence[float], mj: Sequence[int], begin: float) -> float | No
     return (last_mj - first_mj) / 1e3 / (last_s - first_s)
 
 
-def of_window(watts: Sequence[float | None], seconds: float, calls: int, tokens: int, flops: int) -> Fields:
-    """The fields of `energy`. watts: by rank. calls: within the window of so many seconds; each has so many tokens and FLOPs,
+def of_window(watts: Sequence[float | None], seconds: float, calls: int, tokens: int, flops: int) -> Energy:
+    """watts: by rank. calls: within the window of so many seconds; each has so many tokens and FLOPs,
     over all ranks."""
     known = [x for x in watts if x is not None]
     if len(known) < len(watts):
         rank = watts.index(None)
-        return {"unavailable": f"the counter of rank {rank}'s GPU changed too seldom in {seconds:.1f} s"}
+        return Energy(unavailable=f"the counter of rank {rank}'s GPU changed too seldom in {seconds:.1f} s")
     joules = sum(known) * seconds / calls
-    return {
-        "watts_by_rank": known,
-        "seconds": seconds,
-        "calls": calls,
-        "joules": joules,
-        "joules_per_token": joules / tokens,
-        "tflops_per_watt": flops / joules / 1e12,
-    }
+    return Energy(
+        watts_by_rank=known,
+        seconds=seconds,
+        calls=calls,
+        joules=joules,
+        joules_per_token=joules / tokens,
+        tflops_per_watt=flops / joules / 1e12,
+    )

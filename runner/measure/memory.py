@@ -14,6 +14,7 @@ from attention import transports
 from attention.gpu import cuda_graphs
 from runner.measure.timing import iterate
 from runner.measure.workload import Passes
+from runner.record.fields import RankMemory
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1  # mallopt's M_MMAP_THRESHOLD and M_TRIM_THRESHOLD
 FRESH, USUAL = 64 << 10, 32 << 20  # bytes from which an allocation has its own pages: here, and in glibc by default
@@ -33,18 +34,19 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def of_gpu(device: torch.device) -> dict[str, int]:
+def of_gpu(device: torch.device, inputs: int) -> RankMemory:
     """Bytes since `reset_peak`: what PyTorch can still have, its peaks, symmetric memory (outside its allocator), and the pools of CUDA graphs."""
-    return {
-        "free": torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
-        "peak_allocated": torch.cuda.max_memory_allocated(),
-        "peak_reserved": torch.cuda.max_memory_reserved(),
-        "symmetric": transports.held_bytes(),
-        "graphs": cuda_graphs.held_bytes(device),
-    }
+    return RankMemory(
+        free=torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved(),
+        peak_allocated=torch.cuda.max_memory_allocated(),
+        peak_reserved=torch.cuda.max_memory_reserved(),
+        symmetric=transports.held_bytes(),
+        graphs=cuda_graphs.held_bytes(device),
+        inputs=inputs,
+    )
 
 
-def of_cpu(work: Passes, inputs: int) -> dict[str, int]:
+def of_cpu(work: Passes, inputs: int) -> RankMemory:
     """The peak of one iteration in bytes: the inputs plus the growth of the process, without the interpreter, libraries and
     caches. Each tensor gets fresh pages, since reused memory of earlier runs would not count as growth."""
     gc.collect()
@@ -53,7 +55,7 @@ def of_cpu(work: Passes, inputs: int) -> dict[str, int]:
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = _status_bytes("VmRSS")
         iterate(work)
-        return {"peak_resident": inputs + _status_bytes("VmHWM") - before}
+        return RankMemory(peak_resident=inputs + _status_bytes("VmHWM") - before, inputs=inputs)
 
 
 @contextlib.contextmanager

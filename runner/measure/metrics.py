@@ -11,6 +11,7 @@ from attention.geometry import counts
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.measure.call_costs import parts
 from runner.measure.statistics import Fields
+from runner.record.fields import Baseline, Metrics, PassMetrics
 
 CEILINGS = {
     "compute": "matrix product measured here",
@@ -48,7 +49,7 @@ def iteration_flops(experiment: Experiment) -> int:
 
 
 def sparsity(experiment: Experiment) -> Fields:
-    """What the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, the mean of them
+    """The fields of `Metrics` of what the mask leaves of dense attention. connections: (query, key) pairs of a head and batch element, the mean of them
     where they differ. density: of all queries times all keys. sparsity_ratio: the share removed of the pairs of dense attention in the same direction, which
     is causal if no query sees a later key. Both are None where a pair may count several times. dense_flops: FLOPs of dense attention."""
     work, dilation = experiment.workload, experiment.dilation
@@ -64,21 +65,17 @@ def sparsity(experiment: Experiment) -> Fields:
 
 
 def compute(
-    experiment: Experiment, median_ms: dict[str, float], ceilings: dict[str, float] | None, pulls: bool = False
-) -> Fields:
+    experiment: Experiment, median_ms: dict[str, float], ceilings: Mapping[str, float] | None, pulls: bool = False
+) -> Metrics:
     """All metrics, from the slowest rank's medians (pass to ms) and this machine's ceilings. pulls: whether the run's
     transport pulls, as in `dry_run`."""
     work, model, ranks = experiment.workload, experiment.model, range(experiment.world_size)
     calls = parts(experiment)
     by_rank = [sum(flops) for flops in zip(*(part.flops() for part in calls), strict=True)]
-    fields: Fields = {"tokens": work.batch * work.queries, "flops": flops(experiment), "flops_forward_by_rank": by_rank}
-    fields |= sparsity(experiment)
+    of_all, kv_read, passes = flops(experiment), [], {}
     if grouping := experiment.call_options.get("grouping"):
         about = calls[0].problem, work.shapes
-        fields["kv_bytes_read_by_rank"] = [counts.kv_bytes_read(*about, rank, grouping) for rank in ranks]
-    if model is not None:
-        fields["matmul_tflops"] = ceilings["matmul_tflops"] if ceilings else None
-    passes: dict[str, Fields] = {}
+        kv_read = [counts.kv_bytes_read(*about, rank, grouping) for rank in ranks]
     for which in median_ms:
         # whether each attention call of the pass is a backward; with recompute a forward stands before it
         again = (False,) if model is not None and model.recompute else ()
@@ -91,18 +88,28 @@ def compute(
             received = [
                 dict(sum((of_part[x] for of_part in of_rank for x in backwards), Counter())) for of_rank in both
             ]
-        passes[which] = {"bytes_received_by_rank": received}
+        entry = PassMetrics(tflops_per_device=0.0, bytes_received_by_rank=received)  # `at` adds the rates
         if ceilings and model is not None:
             # a rank's share of the matrix products, and then AdamW's sweep over memory
             swept = experiment.backward and which in ("optimizer", "total")
             moved = swept * ADAMW * model.config(work).matrices * ITEMSIZE[work.dtype]
-            passes[which] |= _limit(ceilings, fields["flops"][which] / experiment.world_size, moved, 0, sum)
+            entry = replace(entry, **_limit(ceilings, of_all[which] / experiment.world_size, moved, 0, sum))
         elif ceilings:
             times = sum(work.shapes.backward_ratio if backward else 1.0 for backward in backwards)
             moved = max(sum(part.moved(rank, x) for part in calls for x in backwards) for rank in ranks)
-            limit = _limit(ceilings, max(by_rank) * times, moved, _most(received) or 0, max)
-            passes[which] |= limit | {"memory_bytes": moved}
-    return at({**fields, "passes": passes}, median_ms, experiment)
+            limit = _limit(ceilings, max(by_rank) * times, moved, entry.received or 0, max)
+            entry = replace(entry, memory_bytes=moved, **limit)
+        passes[which] = entry
+    counted = Metrics(
+        passes=passes,
+        tokens=work.batch * work.queries,
+        flops=of_all,
+        flops_forward_by_rank=by_rank,
+        kv_bytes_read_by_rank=kv_read,
+        matmul_tflops=ceilings["matmul_tflops"] if ceilings and model is not None else None,
+        **sparsity(experiment),
+    )
+    return at(counted, median_ms, experiment)
 
 
 def _limit(
@@ -118,43 +125,39 @@ def _limit(
     return {"limited_by": max(terms, key=terms.__getitem__), "limit_ms": total(terms.values())}
 
 
-def at(fields: Fields, median_ms: dict[str, float], experiment: Experiment) -> Fields:
-    """The metrics of `compute`, with other medians (pass to ms). A pass faster than its limit has `sol` null and the reason in
+def at(counted: Metrics, median_ms: dict[str, float], experiment: Experiment) -> Metrics:
+    """The metrics with other medians (pass to ms). A pass faster than its limit has `sol` null and the reason in
     `no_sol`: a short pass may have higher clocks than a long matrix product, and caches are faster than memory."""
     passes, sharing = {}, float(experiment.sharing)
     if experiment.model is None and not experiment.is_module:  # where the counts are of all the work
-        sharing = fields["flops"]["forward"] * experiment.world_size / max(sum(fields["flops_forward_by_rank"]), 1)
+        sharing = counted.flops["forward"] * experiment.world_size / max(sum(counted.flops_forward_by_rank), 1)
     for which, ms in median_ms.items():
-        entry = {key: value for key, value in fields["passes"][which].items() if key != "no_sol"}
-        most, tflops = _most(entry["bytes_received_by_rank"]), fields["flops"][which] / ms / sharing / 1e9
-        entry |= {"tokens_per_s": fields["tokens"] / ms * 1e3, "tflops_per_device": tflops}
-        entry["received_gb_s"] = most / ms / 1e6 if most is not None else None
-        if fields.get("matmul_tflops"):  # of a model
-            entry["mfu"] = tflops / fields["matmul_tflops"]
-        if "limit_ms" in entry:
-            entry["sol"] = sol = entry["limit_ms"] / ms
-            if sol > EXCEEDED:
-                why = f"{sol:.0%} of what the {CEILINGS[entry['limited_by']]} allows: that is no ceiling of this pass"
-                entry |= {"sol": None, "no_sol": why}
-        passes[which] = entry
-    return {**fields, "passes": passes}
+        entry, tflops = counted.passes[which], counted.flops[which] / ms / sharing / 1e9
+        sol, no_sol = entry.limit_ms and entry.limit_ms / ms, None
+        if entry.limited_by and sol and sol > EXCEEDED:
+            no_sol = f"{sol:.0%} of what the {CEILINGS[entry.limited_by]} allows: that is no ceiling of this pass"
+        passes[which] = replace(
+            entry,
+            tflops_per_device=tflops,
+            tokens_per_s=(counted.tokens or 0) / ms * 1e3,
+            received_gb_s=entry.received / ms / 1e6 if entry.received is not None else None,
+            mfu=tflops / counted.matmul_tflops if counted.matmul_tflops else None,
+            sol=None if no_sol else sol,
+            no_sol=no_sol,
+        )
+    return replace(counted, passes=passes)
 
 
-def _most(received: list[dict[str, int]] | None) -> int | None:
-    """The bytes of the rank that receives most."""
-    return max(sum(r.values()) for r in received) if received is not None else None
-
-
-def gain(baseline: Fields, ms: dict[str, float], world: int, fields: Fields) -> Fields:
-    """Speedup of a run on `world` ranks over its baseline, by pass. Efficiency is speedup over ranks; against dense
-    attention it is speedup over the ratio of FLOPs. fields: the metrics of `compute`."""
-    speedup = {which: baseline["passes"][which] / ms[which] for which in ms}
+def compared(baseline: Baseline, ms: dict[str, float], world: int, counted: Metrics) -> Baseline:
+    """The baseline, if it has times, with the speedup of a run on `world` ranks over it, by pass. Efficiency is speedup over
+    ranks; against dense attention it is speedup over the ratio of FLOPs."""
+    speedup = {which: baseline.passes[which] / ms[which] for which in ms if baseline.passes}
     ideal: dict[str, float] = dict.fromkeys(ms, world)
-    if baseline.get("kind") == "dense":
-        ideal = {which: max(fields["dense_flops"][which], 1) / max(fields["flops"][which], 1) for which in ms}
-    return {"speedup": speedup, "efficiency": {which: x / ideal[which] for which, x in speedup.items()}}
+    if baseline.kind == "dense":
+        ideal = {which: max(counted.dense_flops[which], 1) / max(counted.flops[which], 1) for which in ms}
+    return replace(baseline, speedup=speedup, efficiency={which: x / ideal[which] for which, x in speedup.items()})
 
 
-def exceeds(fields: Fields) -> bool:
+def exceeds(counted: Metrics) -> bool:
     """Whether a pass was faster than its limit, by more than the error of a measurement."""
-    return any("no_sol" in entry for entry in fields["passes"].values())
+    return any(entry.no_sol for entry in counted.passes.values())

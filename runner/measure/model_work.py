@@ -17,6 +17,7 @@ from runner.config.huggingface import without_dropout
 from runner.measure.huggingface import Decoder
 from runner.measure.workload import DTYPES, Workload, by_rows
 from runner.models import Batch, Kind, Transformer, reduce_gradients, shard
+from runner.record.fields import Model
 
 BATCHES = 16  # different ones, which training reads in turn
 BETAS = 0.9, 0.95
@@ -145,15 +146,20 @@ class ModelWork(Workload):
         self.first = False
         self.optimizer.zero_grad(set_to_none=True)
 
-    def more(self) -> dict[str, Any]:
-        """The field `model` of the result. A training goes on to its number of steps. Collective."""
+    def trained(self) -> Model:
+        """A training goes on to its number of steps."""
         while self.backward and self.steps < self.about.steps:
             for which in self.passes:
                 self.run(which)
         numbers = sum(p.numel() for p in self.model.parameters())
-        fields = {"name": self.about.name, "parameters": numbers, "parameter_bytes": numbers * self.dtype.itemsize}
-        fields |= {"matrix_parameters": self.config.matrices, "text": "bytes of Coriolanus"}
-        return {"model": fields | {"loss_curve": self.losses and self._whole_losses().tolist()}}
+        return Model(
+            name=self.about.name,
+            text="bytes of Coriolanus",
+            parameters=numbers,
+            matrix_parameters=self.config.matrices,
+            parameter_bytes=numbers * self.dtype.itemsize,
+            loss_curve=self._whole_losses().tolist() if self.losses else [],
+        )
 
     def notes(self) -> list[str]:
         notes = []

@@ -18,6 +18,7 @@ from typing import Any, cast
 from runner.config.experiment import Experiment
 from runner.launch.processes import search_path
 from runner.measure.statistics import Fields
+from runner.record.fields import Counters
 
 SECTOR = 32  # bytes
 COUNTERS = {  # ncu's name: ours
@@ -35,23 +36,23 @@ MARK = "spin_kernel"  # the kernel of torch.cuda._sleep, launched before each pa
 TIMEOUT_S = 300.0
 
 
-def count(spec: Experiment) -> Fields:
-    """By pass, the bytes of all kernels and of each; or `unavailable` with the reason."""
+def count(spec: Experiment) -> Counters:
+    """By pass, the bytes of all kernels and of each; or why there are none."""
     tool = shutil.which("ncu") or next((place for place in PLACES if Path(place).exists()), None)
     if tool is None:
-        return {"unavailable": "ncu (NVIDIA Nsight Compute) is not installed"}
+        return Counters(unavailable="ncu (NVIDIA Nsight Compute) is not installed")
     command = [tool, *OPTIONS.split(), ",".join(COUNTERS), sys.executable, *PROFILED.split(), json.dumps(spec.plain())]
     environment = os.environ | {"PYTHONPATH": search_path()}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     except subprocess.TimeoutExpired:
-        return {"unavailable": f"ncu took more than {TIMEOUT_S:.0f} s"}
+        return Counters(unavailable=f"ncu took more than {TIMEOUT_S:.0f} s")
     passes = parse(done.stdout.splitlines(), spec.mode)
     if done.returncode or not passes:
         output = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()] or ["no output"]
         errors = [line for line in output if "ERR" in line or "Error" in line]
-        return {"unavailable": f"ncu ended with {done.returncode}: {(errors or output)[-1][:300]}"}
-    return {"tool": f"ncu ({tool})", "passes": passes}
+        return Counters(unavailable=f"ncu ended with {done.returncode}: {(errors or output)[-1][:300]}")
+    return Counters(tool=f"ncu ({tool})", passes=passes)
 
 
 def parse(lines: Iterable[str], mode: str) -> dict[str, Fields]:

@@ -21,14 +21,15 @@ from runner.measure.statistics import Fields
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.timing import LEAD_MS, Called, undisturbed
 from runner.measure.workload import Passes, Workload
+from runner.record.fields import Clocks, Comm, PassPhases, Phase
 
 Row = Fields  # iteration, rank, pass, phase, step, ms, start_ms, stop_ms
 Times = dict[str, NDArray[np.float64]]  # of a pass: by phase the ms of each iteration and rank; 0 where it had none
 ADD_UP = ("comp_", "wait_")  # with `other` these phases add up to the pass; all others overlap them
 
 
-def measure(work: Workload, runs: int) -> Fields:
-    """`phase_rows`, `phases` and `comm` of the result, from all ranks."""
+def measure(work: Workload, runs: int) -> tuple[list[Row], dict[str, PassPhases], Comm]:
+    """Of all ranks."""
     me, watch = work.me, Stopwatch(work.me)
     recorder = Recorder(me.device, torch.cuda.nvtx.range if work.experiment.nvtx else None)
     received: dict[str, dict[str, int]] = {}  # by this rank in the last run of each pass
@@ -53,15 +54,9 @@ def measure(work: Workload, runs: int) -> Fields:
     by_rank, received_by_rank, clocks = zip(*me.gather((mine, received, clock)), strict=True)
     rows = [row for rows in by_rank for row in rows]
     by_pass = times_of(rows, me.world)
-    return {
-        "phase_rows": rows,
-        "phases": {which: summary(times) for which, times in by_pass.items()},
-        "comm": {
-            "transport": work.transport.name,
-            "bytes_received_by_rank": received_by_rank,
-            "clocks": on_one_clock(rows, clocks),
-        },
-    }
+    moved = list(received_by_rank)
+    comm = Comm(transport=work.transport.name, bytes_received_by_rank=moved, clocks=on_one_clock(rows, clocks))
+    return rows, {which: summary(times) for which, times in by_pass.items()}, comm
 
 
 def host_clock() -> str:
@@ -109,7 +104,7 @@ def _issued_ms(work: Passes, watch: Stopwatch) -> dict[str, float]:
     return launched
 
 
-def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> Fields:
+def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> Clocks:
     """Changes `start_ms` and `stop_ms` of the rows, which are on each rank's clock, to ms since the first pass began.
     clocks: by rank, which clock it reads. The rows are in the order of ranks and passes.
 
@@ -128,7 +123,7 @@ def on_one_clock(rows: list[Row], clocks: Sequence[Any]) -> Fields:
         for key in ("start_ms", "stop_ms"):
             row[key] = round(row[key] - offsets[clocks[row["rank"]]] - zero, 6)
     error = max(median(abs(ms - offsets[clock]) for ms in lead) for clock, lead in ahead.items())
-    return {"count": len(ahead), "error_ms": round(error, 6)}
+    return Clocks(count=len(ahead), error_ms=round(error, 6))
 
 
 def shares(spans: Sequence[tuple[str, float, float]]) -> list[float]:
@@ -166,7 +161,7 @@ def _medians(times: NDArray[np.float64]) -> list[float]:
     return [median([x for x in ms if x] or [0.0]) for ms in times.T.tolist()]
 
 
-def summary(times: Times) -> Fields:
+def summary(times: Times) -> PassPhases:
     """Of a pass, on the slowest rank: every phase with its share, compute, exposed communication, the rest (`other`: CPU launch
     overhead and gaps), and the skew of compute between ranks. These are means over the same iterations, the
     middle half by length of the pass, so they add up. Each phase also has its mean, deviation and total over all iterations,
@@ -187,21 +182,21 @@ def summary(times: Times) -> Fields:
     for name in in_order(name for name, ms in times.items() if name != WHOLE and ms[:, slowest].any()):
         every, ms = times[name][:, slowest].tolist(), middle[name][slowest]
         spread = {"mean_ms": fmean(every), "deviation_ms": pstdev(every), "total_ms": sum(every)}
-        phases[name] = {"ms": ms, "share": ms / total, **spread, "by_rank_ms": _medians(times[name])}
+        phases[name] = Phase(ms=ms, share=ms / total, by_rank_ms=_medians(times[name]), **spread)
     computes, waits = by_rank("comp_"), by_rank("wait_")
     compute, exposed, usual = computes[slowest], waits[slowest], median(computes)
-    return {
-        "rank": slowest,
-        "iterations": iterations,
-        "total_ms": total,
-        "phases": phases,
-        "compute_ms": compute,
-        "exposed_communication_ms": exposed,
-        "other_ms": total - compute - exposed,
-        "compute_share": compute / total,
-        "communication_share": exposed / total,
-        "other_share": (total - compute - exposed) / total,
-        "compute_by_rank_ms": computes,
-        "exposed_by_rank_ms": waits,
-        "skew": (max(computes) - min(computes)) / usual if usual else 0.0,
-    }
+    return PassPhases(
+        rank=slowest,
+        iterations=iterations,
+        total_ms=total,
+        phases=phases,
+        compute_ms=compute,
+        exposed_communication_ms=exposed,
+        other_ms=total - compute - exposed,
+        compute_share=compute / total,
+        communication_share=exposed / total,
+        other_share=(total - compute - exposed) / total,
+        compute_by_rank_ms=computes,
+        exposed_by_rank_ms=waits,
+        skew=(max(computes) - min(computes)) / usual if usual else 0.0,
+    )

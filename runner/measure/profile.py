@@ -13,6 +13,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -30,6 +31,8 @@ from runner.measure.statistics import Fields
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.timing import Called
 from runner.measure.workload import Workload
+from runner.record.fields import RankProfile
+from runner.record.result import Tables
 
 Span = tuple[float, float]
 PATTERNS = {  # of kernels' names; others compute
@@ -80,8 +83,10 @@ def _kind(category: str, name: str, device: str) -> str | None:
     return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
 
 
-def analyse(events: Sequence[Event], waits: Sequence[Sequence[Span]] = (), runs: int = 1) -> Fields:
-    """ms an iteration, of `runs`, of one rank's events. waits: for each pass, when its compute stream waited for a transfer, in
+def analyse(
+    events: Sequence[Event], waits: Sequence[Sequence[Span]] = (), runs: int = 1
+) -> tuple[RankProfile, list[Fields]]:
+    """ms an iteration, of `runs`, of one rank's events, and the table of its kernels. waits: for each pass, when its compute stream waited for a transfer, in
     ms since the pass was aligned."""
     spans: dict[str, list[Span]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
@@ -100,24 +105,23 @@ def analyse(events: Sequence[Event], waits: Sequence[Sequence[Span]] = (), runs:
         begin = min(everything)[0]
         pauses = [span for span in aligned + spans["lead"] if span[0] > begin]
         idle = max(stop for _, stop in everything) - begin - covered(everything + pauses)
-    us = {
-        "stretch": whole + idle,
-        "compute": busy,
-        "communication": moving,
-        "overlapped": both,
-        "exposed_communication": whole - busy,
-        "idle": idle,
-    }
+    a_ms = 1e3 * runs
+    profile = RankProfile(
+        stretch_ms=(whole + idle) / a_ms,
+        compute_ms=busy / a_ms,
+        communication_ms=moving / a_ms,
+        overlapped_ms=both / a_ms,
+        overlapped_share=both / moving if moving else None,
+        exposed_communication_ms=(whole - busy) / a_ms,
+        idle_ms=idle / a_ms,
+        waits_known=placed or not any(waits),
+        runs=runs,
+    )
     table = [
         {"kernel": name, "calls": len(lengths), "total_ms": sum(lengths) / 1e3, "mean_us": fmean(lengths)}
         for name, lengths in sorted(kernels.items(), key=lambda item: -sum(item[1]))[:SHOWN]
     ]
-    return {
-        **{f"{name}_ms": x / 1e3 / runs for name, x in us.items()},
-        "overlapped_share": both / moving if moving else None,
-        "waits_known": placed or not any(waits),
-        "kernels": table,
-    }
+    return profile, table
 
 
 def kernel_times(events: Sequence[Event], order: Sequence[str]) -> tuple[list[Row], int]:
@@ -157,8 +161,8 @@ def together(by_rank: Sequence[list[Row]], bases_ns: Sequence[int], clocks: Sequ
     return rows
 
 
-def profile(work: Workload, runs: int, folder: Path | None) -> Fields:
-    """`profile`, `kernel_times` and `traces` of the result, from `runs` iterations on every rank. Each rank writes its trace into
+def profile(work: Workload, runs: int, folder: Path, tables: Tables) -> list[RankProfile]:
+    """Of `runs` iterations, by rank, with their kernels, kernel times and traces in `tables`. Each rank writes its trace into
     `folder`, on its node. Raises OSError when the disk is full."""
     me, watch = work.me, Stopwatch(work.me)
     activities, more = [ProfilerActivity.CPU, ProfilerActivity.CUDA], Fields()
@@ -179,18 +183,14 @@ def profile(work: Workload, runs: int, folder: Path | None) -> Fields:
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()
     scratch.unlink()
-    trace, names = json.loads(text), []
+    trace, name = json.loads(text), f"trace_rank{me.rank}.json.gz"
     events = events_of(trace["traceEvents"], me.device.type)
     rows, left_out = kernel_times(events, work.passes)
-    about = analyse(events, waits, runs) | {"kernels_left_out": left_out, "runs": runs}
-    if folder is not None:
-        names = [f"trace_rank{me.rank}.json.gz"]
-        write(folder / names[0], gzip.compress(text.encode(), 3))
+    about, kernels = analyse(events, waits, runs)
+    about, kernels = replace(about, kernels_left_out=left_out), [{"rank": me.rank, **row} for row in kernels]
+    write(folder / name, gzip.compress(text.encode(), 3))
     base_ns = int(trace.get("baseTimeNanoseconds", 0))
-    by_rank = zip(*me.gather((about, names, rows, base_ns, host_clock())), strict=True)
-    profiles, traces, *times = by_rank
-    return {
-        "profile": profiles,
-        "kernel_times": together(*times),
-        "traces": [name for names in traces for name in names],
-    }
+    by_rank = zip(*me.gather((about, kernels, name, rows, base_ns, host_clock())), strict=True)
+    profiles, of_ranks, tables.traces, *times = by_rank
+    tables.kernels, tables.kernel_times = [row for rows in of_ranks for row in rows], together(*times)
+    return list(profiles)

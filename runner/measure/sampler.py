@@ -45,15 +45,17 @@ def reasons(bits: int) -> list[str]:
 
 
 def summary(series: Series) -> dict[str, Any]:
-    """Of a GPU's clocks: the number of samples, min, median and max of each value, and all throttle reasons seen."""
+    """The fields of `Sampled` for a GPU's clocks: the number of samples, the range of each value, and all throttle reasons seen."""
+    from runner.record.fields import Range
+
     fields: dict[str, Any] = {"samples": len(series["sm_mhz"])}
     for key, readings in series.items():
         values = [value / 1000 if key == "power_w" else value for value in readings if value is not None]
         if key == "throttle_reasons":
             fields[key] = sorted({reason for bits in values for reason in reasons(bits)})
         else:
-            spread = values and {"min": min(values), "median": statistics.median(values), "max": max(values)}
-            fields[key] = spread or None
+            ends = {"min": min(values), "median": statistics.median(values), "max": max(values)} if values else None
+            fields[key] = ends and Range(**ends)
     return fields
 
 

@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import chain, pairwise
 from statistics import fmean, median, stdev
 from typing import Any
@@ -149,11 +148,11 @@ def precise(by_rank: Sequence[Samples], precision: float, least: int) -> bool:
 
 
 def of_ranks(by_rank: Sequence[Samples], empty_ms: float) -> Fields:
-    """The fields of a result for all ranks' samples: `passes` of the slowest rank, `by_rank`, `no_ci95`, and the overhead of timing,
+    """The fields of `Timing` for all ranks' samples: `passes` of the slowest rank, `by_rank`, `no_ci95`, and the overhead of timing,
     `empty_ms`, relative to the shortest pass."""
     passes, *ranks = (
-        {which: asdict(summarize(ms)) for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
+        {which: summarize(ms) for which, ms in samples.items()} for samples in (slowest(by_rank), *by_rank)
     )
-    share = empty_ms / min(times["median"] for times in passes.values())
+    share = empty_ms / min(times.median for times in passes.values())
     about = {"overhead_ms": empty_ms, "overhead_share": share, "overhead_high": share > OVERHEAD}
-    return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"]["n"]), **about}
+    return {"passes": passes, "by_rank": ranks, "no_ci95": too_few(passes["forward"].n), **about}

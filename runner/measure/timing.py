@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from runner.measure.sampler import summary
 from runner.measure.statistics import Fields, Samples
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.workload import Passes, Workload
+from runner.record.fields import During, Sampled, Timing
 
 LEAD_MS = 0.1  # the CPU's lead over the GPU before a sample, if it needs one
 WINDOW = 12  # the latest iterations of a warm-up, which are tested for a trend
@@ -211,15 +212,14 @@ class Graphed:
         vars(self.work).update(self.left)  # the graph has rewritten these tensors
 
 
-def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[Fields, Passes]:
-    """`samples` and `timing` of the result, and the passes that were sampled. iteration_s: seconds that one iteration should
-    take. phase: what the ranks announce."""
+def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[Timing, list[Samples], Passes]:
+    """The timing, all ranks' samples, and the passes that were sampled. iteration_s: seconds that one iteration should take.
+    phase: what the ranks announce."""
     me, options, layers = work.me, work.experiment.timing, work.experiment.timing.layers
     by_graphs = options.method == "cudagraph"
     passes: Passes = Graphed(work) if by_graphs else sampled_passes(work)
     watch = Stopwatch(me, lead_ms=LEAD_MS if by_graphs else 0.0)
-    note: Fields = {"method": options.method, "unit": "ms", "flush_l2": options.flush_l2}
-    note |= {"layers": layers, "new_packs": options.new_packs}
+    note: Fields = {name: getattr(options, name) for name in ("method", "flush_l2", "layers", "new_packs")}
     if options.method == "simple":
         me.say(phase, iteration_s * options.timing_runs)  # one stretch that announces nothing
         mine = simple(work, watch, options.timing_runs)
@@ -236,8 +236,7 @@ def measure(work: Workload, iteration_s: float, phase: str = "timing") -> tuple[
         each_ms = warmed.back_to_back_ms  # None on all ranks or on none
         note["back_to_back_ms"] = each_ms and max(me.gather(each_ms)) / layers
     samples = me.gather({which: [ms / layers for ms in times] for which, times in mine.items()})
-    times = statistics.of_ranks(samples, overhead_ms(watch) / layers)
-    return {"samples": samples, "timing": note | times}, passes
+    return Timing(**note, **statistics.of_ranks(samples, overhead_ms(watch) / layers)), samples, passes
 
 
 def sampled_passes(work: Any) -> Passes:
@@ -254,11 +253,12 @@ def flush_buffer(work: Workload) -> Tensor | None:
     return torch.empty(L2_BYTES // 4, dtype=torch.int32, device=work.me.device) if is_flushed else None
 
 
-def clocks(me: Rank, sampled: Fields) -> Fields:
+def clocks(me: Rank, sampled: Fields) -> During:
     """What `sampler.sampling` sampled of each rank's GPU."""
     by_device = []
     if "series" in sampled:
-        by_device = [{"device": environment.gpu_uuid(me.device), **summary(sampled["series"])}]
-    ranks = me.gather({key: sampled.get(key) for key in ("period_ms", "unavailable")} | {"by_device": by_device})
-    first = next((rank for rank in ranks if rank["period_ms"]), ranks[0])
-    return {**first, "by_device": [entry for rank in ranks for entry in rank["by_device"]]}
+        by_device = [Sampled(device=environment.gpu_uuid(me.device), **summary(sampled["series"]))]
+    mine = During(by_device=by_device, period_ms=sampled.get("period_ms"), unavailable=sampled.get("unavailable"))
+    ranks = me.gather(mine)
+    first = next((rank for rank in ranks if rank.period_ms), ranks[0])
+    return replace(first, by_device=[entry for rank in ranks for entry in rank.by_device])

@@ -23,6 +23,7 @@ from runner.config.experiment import AttentionCall, Experiment
 from runner.config.values import UnsupportedHere
 from runner.launch.rank import Rank
 from runner.peers import Package, function
+from runner.record.fields import Chosen, Model
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EVEN = frozenset(
@@ -100,15 +101,15 @@ class Workload:
     def transport(self) -> Transport:
         return self.plan.transport
 
-    def report(self) -> dict[str, Any]:
-        """kernel, transport and a note on them, for the result."""
+    def report(self) -> Chosen:
+        """The kernel and the transport, and a note on them."""
         kernel, chosen = self.plan.kernel, self.fn.variant
         notes = [self.transport.note, getattr(kernel, "note", None)]
         if isinstance(chosen, Package):
             notes = [chosen.served(kernel.name)]
         notes += [self.plan.problem.schedule.note(self.plan.problem), *self.notes()]
         note = "; ".join(filter(None, notes)) or None
-        return {"kernel": kernel.name, "transport": self.transport.name, "note": note}
+        return Chosen(kernel=kernel.name, transport=self.transport.name, note=note)
 
     def notes(self) -> list[str]:
         """Further notes for the result."""
@@ -148,9 +149,9 @@ class Workload:
             for x in self.inputs:
                 x.neg_()
 
-    def more(self) -> dict[str, Any]:
-        """Further fields of the result, after the timing. Collective."""
-        return {}
+    def trained(self) -> Model | None:
+        """The model after its training. Collective."""
+        return None
 
     def rows(self, name: str, output: Tensor) -> Tensor:
         """The token of each row of this rank's shard of an output, int64 on the CPU; all rows where it is not sharded."""

@@ -15,10 +15,13 @@ from typing import Any
 
 from runner.config.values import CannotWrite, redacted
 from runner.output.reader import RESULT
-from runner.record.result import SCHEMA_VERSION, Result
+from runner.record.result import Result, Tables
 
-PHASE_COLUMNS = ["iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"]
-KERNEL_TIME_COLUMNS = ["rank", "pass", "kernel", "kind", "start_ms", "stop_ms"]
+COLUMNS = {  # of the tables in CSV
+    "phases": ("iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"),
+    "kernels": ("rank", "kernel", "calls", "total_ms", "mean_us"),
+    "kernel_times": ("rank", "pass", "kernel", "kind", "start_ms", "stop_ms"),
+}
 
 
 @contextmanager
@@ -60,12 +63,6 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def result(folder: Path | None = None, **values: Any) -> Result:
-    """The result of a run: these fields, and the others empty. Raises ValueError for one that a result lacks."""
-    reason = redacted(values.get("reason"))  # which is printed, too
-    return Result.of(json.loads(json.dumps(values | {"schema_version": SCHEMA_VERSION, "reason": reason})), folder)
-
-
 def write_result(result: Result) -> None:
     """Write result.json into the run's folder, without secrets. Raises OSError."""
     result.folder.mkdir(parents=True, exist_ok=True)
@@ -83,7 +80,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def write_samples(path: Path, samples: list[dict[str, list[float]]], rounds: Sequence[int] | None = None) -> None:
+def write_samples(path: Path, samples: Sequence[dict[str, list[float]]], rounds: Sequence[int] | None = None) -> None:
     """Write samples.parquet, a row for each iteration of each rank and pass. `samples`: by rank, the ms of each
     iteration by pass. `rounds`: the number of iterations in each round; None: one round."""
     import pyarrow as pa
@@ -114,23 +111,17 @@ def read_samples(path: Path) -> list[dict[str, list[float]]]:
     return [samples[rank] for rank in range(len(samples))]
 
 
-def write_tables(folder: Path, measured: dict[str, Any]) -> dict[str, str]:
-    """Write the tables of a job's result, which are taken out of it; returns the run's files by name. Raises OSError."""
+def write_tables(folder: Path, tables: Tables) -> dict[str, str]:
+    """Write what a run measured beside its result; returns the run's files by name. Raises OSError."""
     artifacts = {"log": "run.log"}
-    if measured.get("samples"):
+    if tables.samples:
         artifacts["samples"] = "samples.parquet"
-        write_samples(folder / artifacts["samples"], measured.pop("samples"))
-    if rows := measured.pop("phase_rows", None):
-        artifacts["phases"] = "phases.csv"
-        write_csv(folder / artifacts["phases"], rows, PHASE_COLUMNS)
-    if measured.get("profile"):
-        artifacts["kernels"] = "kernels.csv"
-        kernels = [{"rank": rank, **k} for rank, found in enumerate(measured["profile"]) for k in found.pop("kernels")]
-        write_csv(folder / artifacts["kernels"], kernels, ["rank", "kernel", "calls", "total_ms", "mean_us"])
-    if rows := measured.pop("kernel_times", None):
-        artifacts["kernel_times"] = "kernel_times.csv"
-        write_csv(folder / artifacts["kernel_times"], rows, KERNEL_TIME_COLUMNS)
-    return artifacts | {f"trace_{i}": name for i, name in enumerate(measured.pop("traces", []))}
+        write_samples(folder / artifacts["samples"], tables.samples)
+    for name, columns in COLUMNS.items():
+        if rows := getattr(tables, name):
+            artifacts[name] = f"{name}.csv"
+            write_csv(folder / artifacts[name], rows, columns)
+    return artifacts | {f"trace_{i}": name for i, name in enumerate(tables.traces)}
 
 
 def write_csv(path: Path, rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> None:

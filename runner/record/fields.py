@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, dataclass_transform
 
 from attention import masks
@@ -60,15 +60,15 @@ class Chosen(Part):
     kernel: str
     transport: str
     note: str | None
-    passed_over: dict[str, str]
-    settings_ms: dict[str, float]  # the fastest first
-    settings_left_out: dict[str, str]
-    variant: str | None
-    options: dict[str, Any]
+    passed_over: dict[str, str] = field(default_factory=dict)
+    settings_ms: dict[str, float] = field(default_factory=dict)  # the fastest first
+    settings_left_out: dict[str, str] = field(default_factory=dict)
+    variant: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     graphs: bool = False
-    why: str | None
-    tried_ms: dict[str, float]
-    left_out: dict[str, str]
+    why: str | None = None
+    tried_ms: dict[str, float] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
 
 
 class Git(Part):
@@ -93,9 +93,9 @@ class Sampled(Part):
     power_w: Range | None
     temperature_c: Range | None
     throttle_reasons: list[str]
-    load: Range | None
-    mhz: Range | None
-    running: Range | None
+    load: Range | None = None
+    mhz: Range | None = None
+    running: Range | None = None
 
 
 class During(Part):
@@ -109,7 +109,7 @@ class Ceilings(Part):
 
     matmul_tflops: float | None
     copy_gb_s: float | None
-    link_gb_s: float | None
+    link_gb_s: float | None = None
     measured_at: float | None
     source: str | None
 
@@ -155,48 +155,60 @@ class Environment(Part):
 
 
 class TensorError(Part):
-    rel_l2: float | None
-    max_abs: float | None
-    gain: float | None
-    local_rel_l2: float | None
-    local_worst_row: float | None
-    ratio_to_local: float | None
-    worst_row: float | None  # in units of the row's scale
-    worst_row_at: dict[str, int]
+    rel_l2: float | None = None
+    max_abs: float | None = None
+    gain: float | None = None
+    local_rel_l2: float | None = None
+    local_worst_row: float | None = None
+    ratio_to_local: float | None = None
+    worst_row: float | None = None  # in units of the row's scale
+    worst_row_at: dict[str, int] = field(default_factory=dict)
 
 
 class LseError(TensorError):
-    checked: bool | None
-    why: str | None  # why it was not checked
+    checked: bool | None = None
+    why: str | None = None  # why it was not checked
 
 
 class Timed(Part):
     """The outputs of the timed iterations against the checked ones: errors by output, or why there are none."""
 
-    passed: bool | None
-    why: str | None
-    last: dict[str, Any]
-    negated: dict[str, Any]
-    new_pack: dict[str, Any]
+    passed: bool | None = None
+    why: str | None = None
+    last: dict[str, Any] = field(default_factory=dict)
+    negated: dict[str, Any] = field(default_factory=dict)
+    new_pack: dict[str, Any] = field(default_factory=dict)
 
 
 class Correctness(Part):
     passed: bool | None
     why: str | None
-    tensors: dict[str, TensorError]
-    new_pack: dict[str, TensorError]
-    lse: LseError
-    timed: Timed
-    reference: str | None
-    kernel: str | None
+    tensors: dict[str, TensorError] = field(default_factory=dict)
+    new_pack: dict[str, TensorError] = field(default_factory=dict)
+    lse: LseError = LseError()
+    timed: Timed = Timed()
+    reference: str | None = None
+    kernel: str | None = None
     checked_share: float = 1.0
-    tolerance: dict[str, float]
+    tolerance: dict[str, float] = field(default_factory=dict)
 
 
 class Counters(Part):
-    tool: str | None
-    unavailable: str | None
-    passes: dict[str, dict[str, Any]]
+    tool: str | None = None
+    unavailable: str | None = None
+    passes: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class Turn(Part):
+    """A round of a run: its samples, their medians by pass, and when it began."""
+
+    samples: int
+    median_ms: dict[str, float]
+    warmup_iterations: int | None
+    warmup_settled: bool | None
+    back_to_back_ms: float | None
+    started_at: float | None
+    during: During
 
 
 class Rounds(Part):
@@ -204,8 +216,8 @@ class Rounds(Part):
 
     done: int = 1
     of: int = 1
-    drift: dict[str, float]
-    by_round: list[dict[str, Any]]
+    drift: dict[str, float] = field(default_factory=dict)
+    by_round: list[Turn] = field(default_factory=list)
 
     @property
     def text(self) -> str | None:
@@ -256,29 +268,29 @@ class Timing(Part):
     flush_l2: bool | None
     layers: int = 1
     new_packs: bool = False
-    warmup_iterations: int | None
-    warmup_settled: bool | None
-    back_to_back_ms: float | None
-    precision_met: bool | None
+    warmup_iterations: int | None = None
+    warmup_settled: bool | None = None
+    back_to_back_ms: float | None = None
+    precision_met: bool | None = None
     no_ci95: str | None
     overhead_ms: float = 0.0  # the time measured for an empty region
     overhead_share: float = 0.0  # of the shortest pass
     overhead_high: bool = False
-    counters: Counters | None
-    rounds: Rounds
+    counters: Counters | None = None
+    rounds: Rounds = Rounds()
 
 
 class PassMetrics(Part):
     tflops_per_device: float
-    tokens_per_s: float | None
-    received_gb_s: float | None
-    limit_ms: float | None
-    limited_by: str | None
-    sol: float | None  # the limit's time over the measured time
-    no_sol: str | None  # why there is no sol
-    mfu: float | None  # of a model: its FLOP/s over the rate of a matrix product
-    memory_bytes: int | None  # the fewest that a rank's kernels move, of the rank with most
-    bytes_received_by_rank: list[dict[str, int]] | None  # None for an external package
+    tokens_per_s: float | None = None
+    received_gb_s: float | None = None
+    limit_ms: float | None = None
+    limited_by: str | None = None
+    sol: float | None = None  # the limit's time over the measured time
+    no_sol: str | None = None  # why there is no sol
+    mfu: float | None = None  # of a model: its FLOP/s over the rate of a matrix product
+    memory_bytes: int | None = None  # the fewest that a rank's kernels move, of the rank with most
+    bytes_received_by_rank: list[dict[str, int]] | None = None  # None for an external package
 
     @property
     def received(self) -> int | None:
@@ -291,14 +303,14 @@ class Metrics(Part):
     passes: dict[str, PassMetrics]
     tokens: int | None
     flops_forward_by_rank: list[int]
-    matmul_tflops: float | None
-    kv_bytes_read_by_rank: list[int]
+    matmul_tflops: float | None = None
+    kv_bytes_read_by_rank: list[int] = field(default_factory=list)
     flops: dict[str, int]  # of all ranks, by pass
     dense_flops: dict[str, int]  # of dense attention in the mask's direction
     connections: int | None  # (query, key) pairs of a head and batch element
     density: float | None  # of all queries times all keys
     sparsity_ratio: float | None  # the share that the mask removes from dense attention in its direction
-    mask_build_ms: float | None  # to build the mask and cut it for a rank; None for masks that are not cut
+    mask_build_ms: float | None = None  # to build the mask and cut it for a rank; None for masks that are not cut
 
     @property
     def kv_read_bytes(self) -> int | None:
@@ -329,10 +341,10 @@ class Model(Part):
 class RankMemory(Part):
     """`peak_allocated` and `peak_reserved` are those of a GPU, `peak_resident` that of a process on a CPU."""
 
-    peak_allocated: int | None
-    peak_reserved: int | None
-    peak_resident: int | None
-    free: int | None  # what PyTorch could still have after the run
+    peak_allocated: int | None = None
+    peak_reserved: int | None = None
+    peak_resident: int | None = None
+    free: int | None = None  # what PyTorch could still have after the run
     symmetric: int = 0
     graphs: int = 0
     inputs: int = 0
@@ -350,13 +362,13 @@ class Memory(Part):
 class Energy(Part):
     """Of an iteration, over all GPUs; None where their counters could not be read, with the reason."""
 
-    watts_by_rank: list[float]
-    seconds: float | None
-    calls: int | None
-    joules: float | None
-    joules_per_token: float | None
-    tflops_per_watt: float | None
-    unavailable: str | None
+    watts_by_rank: list[float] = field(default_factory=list)
+    seconds: float | None = None
+    calls: int | None = None
+    joules: float | None = None
+    joules_per_token: float | None = None
+    tflops_per_watt: float | None = None
+    unavailable: str | None = None
 
 
 class Baseline(Part):
@@ -364,15 +376,15 @@ class Baseline(Part):
     pass. The efficiency against dense attention is the speedup over the ratio of FLOPs."""
 
     kind: str = "single"  # or dense
-    kernel: str | None
-    samples: int | None
-    passes: dict[str, float]
-    iqr_over_median: dict[str, float]  # of the baseline's times
-    speedup: dict[str, float]
-    efficiency: dict[str, float]
+    kernel: str | None = None
+    samples: int | None = None
+    passes: dict[str, float] = field(default_factory=dict)
+    iqr_over_median: dict[str, float] = field(default_factory=dict)  # of the baseline's times
+    speedup: dict[str, float] = field(default_factory=dict)
+    efficiency: dict[str, float] = field(default_factory=dict)
     extrapolated: bool = False
-    measured_seq_len: int | None
-    unsupported: str | None
+    measured_seq_len: int | None = None
+    unsupported: str | None = None
 
     def noisy(self, which: str) -> bool:
         """Whether the baseline's times of a pass are noisy."""
@@ -384,7 +396,7 @@ class Phase(Part):
 
     ms: float | None  # the oldest results have a median only
     share: float | None
-    median_ms: float | None
+    median_ms: float | None = None
     mean_ms: float | None
     deviation_ms: float | None
     total_ms: float | None

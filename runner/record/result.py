@@ -1,15 +1,17 @@
-"""A result: the run makes it, its file holds it, and every reader gets it. `Result.of` checks the JSON of a run or of a
-result.json once; all other modules read its fields."""
+"""A result: the run makes it, its file holds it, and every reader gets it. `Result.of` checks the JSON of a result.json; all other
+modules read its fields."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from runner import environment
 from runner.record import fields
 from runner.record.fields import PassTimes
 from runner.record.parsing import NewerSchema, parsed, shown, what_parses
@@ -20,7 +22,8 @@ LATEST = 1e11  # Unix time
 MEASURED = ("timing", "metrics", "baseline", "memory", "energy", "phases", "comm", "profile", "model")
 SMALLEST, LARGEST = 1e-60, 1e60  # of measured numbers: their products and ratios are finite and not 0
 STATUSES = ("ok", "invalid", "unsupported", "incorrect", "oom", "timeout", "crash")
-BESIDE = ("asked", "folder")  # fields of a result that its file does not have
+KEPT = ("schema_version", "key", "name", "config", "experiment", "chosen", "environment", "folder")  # by `Result.anew`
+BESIDE = ("folder",)  # fields of a result that its file does not have
 NEEDED = (
     "batch",
     "heads",
@@ -110,6 +113,18 @@ class Asked(fields.Part):
         return Asked(**values | {"graphs": graphs if isinstance(graphs, (bool, str)) else False})
 
 
+@dataclass
+class Tables:
+    """What a run measured beside its result, each a file of its folder. samples: by rank, the ms of each iteration by pass.
+    phases, kernels, kernel_times: rows. traces: the names of the files that the ranks wrote."""
+
+    samples: Sequence[dict[str, list[float]]] = ()
+    phases: Sequence[dict[str, Any]] = ()
+    kernels: Sequence[dict[str, Any]] = ()
+    kernel_times: Sequence[dict[str, Any]] = ()
+    traces: Sequence[str] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Result:
     """One run. `folder` is the run's; that of a packed run need not exist."""
@@ -118,25 +133,35 @@ class Result:
     key: str
     name: str
     status: str
-    reason: str | None
-    failure: fields.Failure | None
+    reason: str | None = None
+    failure: fields.Failure | None = None
     config: dict[str, Any]
     experiment: dict[str, Any] | None  # `Experiment.plain`
-    chosen: fields.Chosen | None
+    chosen: fields.Chosen | None = None
     environment: fields.Environment
-    correctness: fields.Correctness | None
-    model: fields.Model | None
-    timing: fields.Timing | None
-    metrics: fields.Metrics | None
-    baseline: fields.Baseline | None
-    memory: fields.Memory | None
-    energy: fields.Energy | None
-    phases: dict[str, fields.PassPhases]
-    comm: fields.Comm | None
-    profile: list[fields.RankProfile]
-    artifacts: dict[str, str]  # files of the run's folder, by what they hold
-    asked: Asked
+    correctness: fields.Correctness | None = None
+    model: fields.Model | None = None
+    timing: fields.Timing | None = None
+    metrics: fields.Metrics | None = None
+    baseline: fields.Baseline | None = None
+    memory: fields.Memory | None = None
+    energy: fields.Energy | None = None
+    phases: dict[str, fields.PassPhases] = field(default_factory=dict)
+    comm: fields.Comm | None = None
+    profile: list[fields.RankProfile] = field(default_factory=list)
+    artifacts: dict[str, str] = field(default_factory=dict)  # files of the run's folder, by what they hold
     folder: Path = Path()
+
+    @staticmethod
+    def begun(folder: Path, key: str, name: str, config: dict[str, Any]) -> Result:
+        """The result of a run that begins on this machine."""
+        here = parsed(fields.Environment, environment.host())
+        about: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "status": "ok", "experiment": None}
+        return Result(key=key, name=name, config=config, environment=here, folder=folder, **about)
+
+    def anew(self, **changes: Any) -> Result:
+        """The run with these fields, and without what was measured."""
+        return Result(**{name: getattr(self, name) for name in KEPT} | {"status": "ok"} | changes)
 
     @staticmethod
     def of(value: Any, folder: Path | None = None) -> Result:
@@ -149,12 +174,18 @@ class Result:
             raise NewerSchema(f"schema_version {version} is newer than {SCHEMA_VERSION}, which this program reads")
         recorded = {key: x for key, x in value.items() if key not in BESIDE}
         result: Result = parsed(Result, recorded, strict=version == SCHEMA_VERSION)
+        result = replace(result, folder=folder or Path(result.name))
         for fault in _faults(result, recorded):
             raise ValueError(fault)
-        return replace(result, asked=Asked.by(result), folder=folder or Path(result.name))
+        return result
+
+    @cached_property
+    def asked(self) -> Asked:
+        """Raises ValueError for an experiment that no run has."""
+        return Asked.by(self)
 
     def plain(self) -> dict[str, Any]:
-        """The JSON of its file."""
+        """As its file holds it."""
         return {key: value for key, value in asdict(self).items() if key not in BESIDE}
 
     @property
@@ -220,6 +251,7 @@ class Result:
 def _faults(result: Result, recorded: dict[str, Any]) -> Iterator[str]:
     """The rules between the fields of a result that it breaks."""
     started, timing, metrics, baseline = result.environment.started_at, result.timing, result.metrics, result.baseline
+    assert result.asked  # can be read
     if result.status not in STATUSES:
         yield f"status must be one of {', '.join(STATUSES)}, is {shown(result.status)}"
     if result.status == "ok" and timing is None and not result.reason:

@@ -34,6 +34,7 @@ from runner.config.experiment import Experiment, NamedMask
 from runner.config.values import UnsupportedHere
 from runner.measure import timing
 from runner.measure.attention_work import AttentionWork
+from tests.jobs.program import begun
 
 SOFTCAPS = (1, 50)
 RUNS = {  # the variant and overrides, all in a world of 2
@@ -443,13 +444,14 @@ def gate(me, spec):
     work = AttentionWork(me, spec)
     with changed((Local, "__init__", _without_a_fault), (Local, "outputs", _without_a_fault)):
         checked = check(me, spec, work)
-    if not checked.fields["passed"]:
-        return checked.fields["why"], checked.fields, None
+    correctness = checked.correctness
+    if not correctness.passed:
+        return correctness.why, correctness, None
     STATE.checked = True
     for which in work.passes:
         work.run(which)
     timed = check_timed(me, work, work, checked)
-    return timed["why"], checked.fields, timed
+    return timed.why, correctness, timed
 
 
 def shipped(me, runs):
@@ -475,11 +477,11 @@ def planted(me, runs):
 
 
 def timed(me, run, name):
-    """The result of a whole run with a fault of a zigzag, which knows when the timing begins."""
+    """A whole run with a fault of a zigzag, which knows when the timing begins."""
 
     def measured(original, *args):
         STATE.checked = True
         return original(*args)
 
     with changed((timing, "measure", measured), *PLANTS["zigzag"][name]):
-        return job.run(me, run, None)
+        return job.run(me, begun(run))

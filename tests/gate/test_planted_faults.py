@@ -24,12 +24,12 @@ def called(pool, spec, job, **arguments):
 
 def parts_of(checked):
     """The worst row of each tensor and the LSE over its tolerance."""
-    limits, lse = checked["tolerance"], checked["lse"]
+    limits, lse = checked.tolerance, checked.lse
     rows = {
-        name: error["worst_row"] / limits["row" if name == "out" else "grad_row"]
-        for name, error in checked["tensors"].items()
+        name: error.worst_row / limits["row" if name == "out" else "grad_row"]
+        for name, error in checked.tensors.items()
     }
-    return rows | ({"lse": lse["worst_row"] / limits["lse"]} if lse["checked"] else {})
+    return rows | ({"lse": lse.worst_row / limits["lse"]} if lse.checked else {})
 
 
 def worst_parts(pool, overrides, calls):
@@ -47,7 +47,7 @@ def worst_parts(pool, overrides, calls):
 def test_every_planted_fault_is_found_and_the_code_as_it_is_passes_with_room_to_spare(pool, dtype):
     runs = {run: resolved(*plants.overrides(run, dtype)).plain() for run in plants.RUNS}
     for run, (reason, checked, timed) in called(pool, WorldSpec(2, "cpu"), plants.shipped, runs=runs).items():
-        assert reason is None and timed["passed"], run
+        assert reason is None and timed.passed, run
         assert max(parts_of(checked).values()) < 0.5, (run, checked)
     why = called(pool, WorldSpec(2, "cpu"), plants.planted, runs=runs)
     assert {name for name, reason in why.items() if reason is None} == INVISIBLE[dtype]
@@ -64,7 +64,7 @@ def test_right_results_use_less_than_half_of_the_tolerances(pool, kernel, dtype)
 def test_a_run_that_goes_wrong_once_it_is_timed_gives_no_timing(pool, timing):
     more = ["timing.timing_runs=2", "phases=false", "baseline=none"]
     run = resolved(*plants.overrides("zigzag", "fp32"), *more, *timing).plain()
-    result = called(pool, WorldSpec(2, "cpu"), plants.timed, run=run, name="wrong once the check is over")
-    assert result["status"] == "incorrect" and not result["correctness"]["passed"]
-    assert "the last timed iteration: out" in result["reason"]
-    assert not result.keys() & {"timing", "samples", "metrics", "memory"}
+    result, tables = called(pool, WorldSpec(2, "cpu"), plants.timed, run=run, name="wrong once the check is over")
+    assert result.status == "incorrect" and not result.correctness.passed
+    assert "the last timed iteration: out" in result.reason
+    assert {result.timing, result.metrics, result.memory} == {None} and not tables.samples

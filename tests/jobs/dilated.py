@@ -22,8 +22,8 @@ def checked(me: Rank, experiment: dict[str, Any], wrong: list[dict[str, Any]]) -
     outcomes = []
     for options in ({}, *wrong):
         work = AttentionWork(me, spec, build(replace(spec, options=spec.options | options)))
-        fields = gate.check(me, spec, work).fields
-        outcomes.append([fields["passed"], max(x["ratio_to_local"] for x in fields["tensors"].values())])
+        found = gate.check(me, spec, work).correctness
+        outcomes.append([found.passed, max(x.ratio_to_local or 0.0 for x in found.tensors.values())])
     return outcomes
 
 
@@ -38,7 +38,7 @@ def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
     checked = gate.check(me, spec, work)
     for which in work.passes:
         work.run(which)
-    found = [checked.fields["why"], gate.check_timed(me, work, work, checked)["why"]]
+    found = [checked.correctness.why, gate.check_timed(me, work, work, checked).why]
     module, call = work.module, work.call
 
     def without_norm() -> torch.Tensor:
@@ -54,5 +54,5 @@ def checked_module(me: Rank, experiment: dict[str, Any]) -> list[str | None]:
 
     for fault in (without_norm, gradient_too_large, of_other_tokens):
         work.call = fault
-        found.append(gate.check(me, spec, work).fields["why"])
+        found.append(gate.check(me, spec, work).correctness.why)
     return found

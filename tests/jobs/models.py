@@ -20,6 +20,7 @@ from runner.config.experiment import Experiment
 from runner.launch.rank import Rank
 from runner.measure import model_work
 from runner.models import IGNORED, Batch, Config, Kind, Latent, Transformer, reduce_gradients, shard
+from runner.record.fields import Correctness
 from tests.support import naive
 
 TINY: dict[str, Any] = {"context": 32, "layers": 2, "heads": 4, "kv_heads": 2, "hidden": 16, "head_dim": 8}
@@ -121,13 +122,13 @@ def gated(me: Rank, experiment: dict[str, Any], faults: list[str]) -> dict[str, 
     """What the gate says of a model, and of it with each fault: why it fails, or None. The reference on one device is without
     the fault."""
     spec, once = Experiment.from_plain(experiment), whole_model.one_device
-    why = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).fields["why"]}
+    why = {"": gate.check(me, spec, model_work.ModelWork(me, spec)).correctness.why}
     for fault in faults:
         name, changed = FAULTS[fault]
         with mock.patch.object(model_work, name, changed):
             work, right = model_work.ModelWork(me, spec), mock.patch.object(model_work, name, globals()[name])
             with mock.patch.object(whole_model, "one_device", right(once)):
-                why[fault] = gate.check(me, spec, work).fields["why"]
+                why[fault] = gate.check(me, spec, work).correctness.why
     return why
 
 
@@ -142,7 +143,7 @@ def each_gated(me: Rank, experiments: dict[str, dict[str, Any]]) -> dict[str, st
     return found
 
 
-def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
+def with_little_memory(me: Rank, experiment: dict[str, Any]) -> Correctness:
     """The check where one device has no memory for two layers."""
     spec, once = Experiment.from_plain(experiment), whole_model.one_device
 
@@ -152,7 +153,7 @@ def with_little_memory(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
         return once(me, here, dtype)
 
     with mock.patch.object(whole_model, "one_device", one_device):
-        return gate.check(me, spec, model_work.ModelWork(me, spec)).fields
+        return gate.check(me, spec, model_work.ModelWork(me, spec)).correctness
 
 
 def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
@@ -161,7 +162,7 @@ def timed_wrongly(me: Rank, experiment: dict[str, Any]) -> str | None:
     work = model_work.ModelWork(me, spec)
     checked = gate.check(me, spec, work)
     with mock.patch.object(model_work, *FAULTS["gradients not summed"]):
-        return gate.check_timed(me, work, work, checked)["why"]
+        return gate.check_timed(me, work, work, checked).why
 
 
 def received(me: Rank, experiment: dict[str, Any]) -> tuple[list[dict[str, dict[str, int]]], float | None, bool]:

@@ -7,9 +7,11 @@ from attention.kernels.math import Math
 from attention.profiling import phase
 from runner import job
 from runner.launch.rank import Rank
+from runner.record.result import Result, Tables
+from tests.jobs.program import begun
 
 
-def run(me: Rank, experiment: dict[str, Any], name: str, late_s: float = 0.0) -> dict[str, Any]:
+def run(me: Rank, experiment: dict[str, Any], name: str, late_s: float = 0.0) -> tuple[Result, Tables]:
     """The run, with the forward of the kernel `math` in a block `name`, which takes `late_s` longer on rank 1."""
     plain = Math.attend
 
@@ -20,6 +22,6 @@ def run(me: Rank, experiment: dict[str, Any], name: str, late_s: float = 0.0) ->
 
     Math.attend = attend  # type: ignore[method-assign]
     try:
-        return job.run(me, experiment, None)
+        return job.run(me, begun(experiment))
     finally:
         Math.attend = plain  # type: ignore[method-assign]

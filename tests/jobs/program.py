@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,14 +22,21 @@ from runner.launch.rank import Rank, memory_limit
 from runner.measure import ceilings, energy, sampler, timing
 from runner.measure.attention_work import AttentionWork
 from runner.measure.stopwatch import Stopwatch
+from runner.record.fields import Energy
+from runner.record.result import Result
 from tests.jobs.reference import rel
+
+
+def begun(experiment: dict[str, Any], folder: Path = Path()) -> Result:
+    """The result of a run of this experiment before it is done."""
+    return Result.begun(folder, "0", "run", {"attention": {"name": experiment["variant"]}}).anew(experiment=experiment)
 
 
 def run_of(me: Rank, experiment: dict[str, Any]) -> dict[str, Any]:
     """A run as the program does it, with the options and the choice of every rank."""
-    found = job.run(me, experiment, None)
-    found["everyone"] = me.gather([found["experiment"]["options"], found["chosen"]])
-    return found
+    result, _ = job.run(me, begun(experiment))
+    found = result.plain()
+    return found | {"everyone": me.gather([found["experiment"]["options"], found["chosen"]])}
 
 
 def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dict[str, Any]:
@@ -44,7 +52,8 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
             path.write_text(json.dumps(kept | {name: kept[name] / 1000 for name in ceilings.RATES}))
         ceilings._known.clear()
         me.barrier()
-        runs = [job.run(me, experiment, None) for _ in range(2)]
+        results = [job.run(me, begun(experiment))[0].plain() for _ in range(2)]
+        runs = [{"ceilings": x["environment"]["ceilings"], "metrics": x["metrics"]} for x in results]
         ceilings._known[dtype, me.world] = runs[1]["ceilings"] | {"source": "cached"}
         with memory_limit(me, 0.01):
             unmeasured = ceilings.ceilings(me, dtype, exceeded=True)["source"]
@@ -52,7 +61,7 @@ def with_false_ceilings(me: Rank, experiment: dict[str, Any], cache: str) -> dic
         "true": true,
         "without_memory": unmeasured,
         "kept": json.loads(path.read_text()),
-        "runs": [{key: x[key] for key in ("ceilings", "metrics")} for x in runs],
+        "runs": runs,
     }
 
 
@@ -84,8 +93,8 @@ def checked_again(me: Rank, experiment: dict[str, Any]) -> list[list[Any]]:
             if last and me.rank == 1:
                 pieces._kept.clear()
             computed.reset_mock()
-            checked = gate.check(me, spec, work).fields
-            checks.append([checked["passed"], checked["tensors"]["dk"]["rel_l2"], computed.call_count])
+            checked = gate.check(me, spec, work).correctness
+            checks.append([checked.passed, checked.tensors["dk"].rel_l2, computed.call_count])
     return me.gather(checks)
 
 
@@ -101,7 +110,7 @@ def backward_here(me: Rank, experiment: dict[str, Any]) -> bool:
     return threads == [threading.get_ident()]
 
 
-def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float], period_s: float) -> dict[str, Any]:
+def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float], period_s: float) -> Energy:
     """`energy` of a run on CPU ranks with a counter of these powers, by rank, in place of NVML's."""
 
     @contextmanager
@@ -119,7 +128,7 @@ def energy_by_a_counter(me: Rank, experiment: dict[str, Any], watts: list[float]
         return energy.measure(timing.Timer(work, Stopwatch(me), "energy", 0.01), 2, 100, 3 * 10**12)
 
 
-def energy_and_power(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, Any], float]:
+def energy_and_power(me: Rank, experiment: dict[str, Any]) -> tuple[Energy, float]:
     """`energy` of a run on a GPU, and its power in W as sampled in another window."""
     spec = Experiment.from_plain(experiment)
     timer = timing.Timer(AttentionWork(me, spec), Stopwatch(me))
@@ -127,4 +136,4 @@ def energy_and_power(me: Rank, experiment: dict[str, Any]) -> tuple[dict[str, An
     found = energy.measure(timer, 1, 100, 10**12)
     with sampler.sampling(me.device) as sampled:
         timer.warm(3, 2000.0)
-    return found, sampler.summary(sampled["series"])["power_w"]["median"]
+    return found, sampler.summary(sampled["series"])["power_w"].median

@@ -121,7 +121,7 @@ def test_compared_runs_take_turns_one_that_crashes_harms_no_other_and_there_is_a
             assert value["timing"] is None and not (folder / "samples.parquet").exists()
             continue
         taken = value["timing"]["rounds"]
-        assert (taken["done"], taken["of"], rounds.of_samples(value)) == (3, 3, [3, 2, 2])
+        assert (taken["done"], taken["of"], [one["samples"] for one in taken["by_round"]]) == (3, 3, [3, 2, 2])
         assert value["timing"]["passes"]["total"]["n"] == 7
         turns += [(one["started_at"], this, folder.name) for this, one in enumerate(taken["by_round"])]
         slowest = (
@@ -152,7 +152,7 @@ def test_a_sweep_that_lacks_rounds_is_resumed_by_its_folder_and_a_round_that_cra
         True,
         False,
     ]
-    assert rounds.of_samples(again[0].plain()) == [1, 1]
+    assert rounds.of_samples(again[0]) == [1, 1]
 
     monkeypatch.setattr(app, "tally", Tally())
     value["experiment"]["launch"]["fault"] = "1:timing:raise"

@@ -6,8 +6,9 @@ from dataclasses import asdict, fields
 from itertools import count
 
 from runner.measure import metrics
-from runner.measure.statistics import summarize
+from runner.measure.statistics import of_ranks, summarize
 from runner.output import results
+from runner.record.fields import Timing
 from runner.record.result import BESIDE, SCHEMA_VERSION, Result
 from tests.support.composing import resolved
 from tests.support.paths import ROOT
@@ -55,7 +56,7 @@ def measured(name, seq_len=1024):
         chosen={"kernel": "sdpa_flash", "transport": "gloo"},
         correctness={"passed": True, "tensors": {"out": {"rel_l2": 2e-3}}},
         timing={"passes": {which: asdict(s) for which, s in summaries.items()}},
-        metrics=metrics.compute(spec, {which: s.median for which, s in summaries.items()}, None),
+        metrics=asdict(metrics.compute(spec, {which: s.median for which, s in summaries.items()}, None)),
         memory={"by_rank": [{"peak_resident": 100}, {"peak_resident": 300}]},
         baseline={"speedup": {"total": 1.5}, "efficiency": {"total": 0.75}},
         phases={"forward": {"exposed_communication_ms": 0.25}},
@@ -75,6 +76,11 @@ def unnamed(value):
 
 def files(folder):
     return {path.name for path in folder.rglob("*") if path.is_file()}
+
+
+def timed(samples):
+    """The timing of all ranks' samples, as a file has it."""
+    return asdict(Timing(flush_l2=False, **of_ranks(samples, 0.0)))
 
 
 def result(
@@ -175,10 +181,10 @@ def with_kernels(folder, value):
     times = dict.fromkeys(("compute_ms", "communication_ms", "exposed_communication_ms", "idle_ms"), 1.0)
     value["profile"] = [{**times, "kernels_left_out": 2}] * value["config"]["world_size"]
     value["artifacts"] = {"kernel_times": "kernel_times.csv"}
-    return _with_rows(folder, value, "kernel_times.csv", kernel_rows, results.KERNEL_TIME_COLUMNS)
+    return _with_rows(folder, value, "kernel_times.csv", kernel_rows, results.COLUMNS["kernel_times"])
 
 
-def with_phases(folder, value, columns=results.PHASE_COLUMNS):
+def with_phases(folder, value, columns=results.COLUMNS["phases"]):
     """A result with its table of phases."""
     return _with_rows(folder, value, "phases.csv", phase_rows, columns)
 

@@ -23,16 +23,16 @@ def test_pairs_flops_and_bytes_are_those_of_each_element_and_the_prefix(world):
     flops = 4 * 4 * 16 * pairs
     run, tree = computed("tree", world, "causal=true")
     assert run.workload.batch_pairs == pairs
-    assert tree["flops"]["forward"] == sum(tree["flops_forward_by_rank"]) == flops
+    assert tree.flops["forward"] == sum(tree.flops_forward_by_rank) == flops
     _, ring = computed("ring_decode", world, "causal=true")
-    assert ring["flops_forward_by_rank"] == [flops] * world  # each rank computes everything
-    received = [each.get("kv", 0) for each in ring["passes"]["forward"]["bytes_received_by_rank"]]
+    assert ring.flops_forward_by_rank == [flops] * world  # each rank computes everything
+    received = [each.get("kv", 0) for each in ring.passes["forward"].bytes_received_by_rank]
     assert received == [(64 - 64 // world) * 3 * KV + (24 - 24 // world) * KV] * world
 
 
 def test_a_ring_brings_the_keys_that_some_element_sees():
     run = resolved("attention=ring_decode", *SIZES, "kv_lengths=[20,3,0]", "causal=false", "world_size=4")
-    received = metrics.compute(run, {"forward": 1.0}, None)["passes"]["forward"]["bytes_received_by_rank"]
+    received = metrics.compute(run, {"forward": 1.0}, None).passes["forward"].bytes_received_by_rank
     assert [each["kv"] // (3 * KV) for each in received] == [4, 16, 20, 20]
 
 

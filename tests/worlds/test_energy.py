@@ -33,11 +33,11 @@ def test_power_is_the_energy_between_changes_of_the_counter_over_their_time(read
 
 def test_the_energy_of_a_call_is_that_of_all_gpus_and_a_counter_that_could_not_be_read_a_reason():
     found = energy.of_window([300.0, 500.0], seconds=2.0, calls=100, tokens=1000, flops=32 * 10**12)
-    assert found["joules"] == pytest.approx(16.0)  # 800 W for 20 ms
-    assert found["joules_per_token"] == pytest.approx(0.016)
-    assert found["tflops_per_watt"] == pytest.approx(2.0)  # 32 TFLOP in 20 ms are 1600 TFLOP/s
+    assert found.joules == pytest.approx(16.0)  # 800 W for 20 ms
+    assert found.joules_per_token == pytest.approx(0.016)
+    assert found.tflops_per_watt == pytest.approx(2.0)  # 32 TFLOP in 20 ms are 1600 TFLOP/s
     lacking = energy.of_window([300.0, None], 2.0, 100, 1000, 1)
-    assert lacking == {"unavailable": "the counter of rank 1's GPU changed too seldom in 2.0 s"}
+    assert lacking.joules is None and lacking.unavailable == "the counter of rank 1's GPU changed too seldom in 2.0 s"
 
 
 def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
@@ -46,10 +46,10 @@ def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
     outcome = pool.get(WorldSpec(2, "cpu")).call("tests.jobs.program:energy_by_a_counter", arguments)
     assert outcome.status == "ok", outcome.reason
     found = outcome.result
-    assert found["watts_by_rank"] == pytest.approx([200.0, 100.0], rel=0.01)
-    assert found["seconds"] >= energy.LEAD_S + energy.WINDOW_S and found["calls"] % 2 == 0
-    assert found["joules"] == pytest.approx(300 * found["seconds"] / found["calls"], rel=0.01)
-    assert found["joules_per_token"] == pytest.approx(found["joules"] / 100)
+    assert found.watts_by_rank == pytest.approx([200.0, 100.0], rel=0.01)
+    assert found.seconds >= energy.LEAD_S + energy.WINDOW_S and found.calls % 2 == 0
+    assert found.joules == pytest.approx(300 * found.seconds / found.calls, rel=0.01)
+    assert found.joules_per_token == pytest.approx(found.joules / 100)
 
 
 @pytest.mark.gpu
@@ -59,6 +59,6 @@ def test_a_gpus_energy_is_its_power_over_the_window(pool):
     outcome = pool.get(WorldSpec(1, "cuda")).call("tests.jobs.program:energy_and_power", {"experiment": spec.plain()})
     assert outcome.status == "ok", outcome.reason
     found, sampled_w = outcome.result
-    (watts,) = found["watts_by_rank"]
+    (watts,) = found.watts_by_rank
     assert 50 < watts < 1500 and watts == pytest.approx(sampled_w, rel=0.15)
-    assert found["joules"] == pytest.approx(watts * found["seconds"] / found["calls"])
+    assert found.joules == pytest.approx(watts * found.seconds / found.calls)

@@ -3,6 +3,7 @@
 import pytest
 
 from runner.launch.files import WorldSpec
+from tests.jobs import program
 from tests.support.composing import resolved
 
 SIZES = ("hardware=cpu", "dtype=fp32", "seq_len=128", "heads=4", "head_dim=64", "phases=false")
@@ -11,8 +12,7 @@ SHORT = ("timing.timing_runs=1", "timing.warmup_runs=1", "timing.warmup_ms=0")
 
 def measured(pool, world_size, *overrides, seed=7, **options):
     spec = resolved(*SIZES, *SHORT, f"world_size={world_size}", *overrides, seed=seed)
-    arguments = {"experiment": spec.plain(), "folder": None}
-    return pool.get(WorldSpec(world_size, "cpu")).call("runner.job:run", arguments, **options)
+    return pool.get(WorldSpec(world_size, "cpu")).call(program.run_of, {"experiment": spec.plain()}, **options)
 
 
 def test_equal_runs_in_one_world_take_equally_much_memory(pool):
@@ -35,7 +35,7 @@ def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_pa
     correctness, tensors = outcome.result["correctness"], {"out", "dq", "dk", "dv"}
     assert correctness["timed"]["last"].keys() == ({"why"} if new_packs else tensors)
     for check in (correctness, correctness["timed"]):
-        assert check.get("new_pack", {}).keys() == (tensors if new_packs else set())
+        assert check["new_pack"].keys() == (tensors if new_packs else set())
 
 
 @pytest.mark.parametrize(

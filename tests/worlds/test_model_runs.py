@@ -45,8 +45,8 @@ def test_the_gate_passes_every_kind_of_model(in_world):
 def test_the_bytes_of_all_layers_are_those_that_the_transport_counts(in_world, overrides, is_cut):
     spec = resolved(*overrides, "dtype=fp32")
     by_rank, build_ms, pulls = in_world(models.received, 2, experiment=spec.plain())
-    passes = metrics.compute(spec, dict.fromkeys(metrics.flops(spec), 1.0), None, pulls)["passes"]
-    expected = {which: entry["bytes_received_by_rank"] for which, entry in passes.items()}
+    passes = metrics.compute(spec, dict.fromkeys(metrics.flops(spec), 1.0), None, pulls).passes
+    expected = {which: entry.bytes_received_by_rank for which, entry in passes.items()}
     for which in ("forward", "backward", "optimizer"):
         assert [rank[which] for rank in by_rank] == [{k: n for k, n in rank.items() if n} for rank in expected[which]]
     assert expected["backward"] != expected["total"] != [{}, {}]
@@ -55,7 +55,7 @@ def test_the_bytes_of_all_layers_are_those_that_the_transport_counts(in_world, o
 
 def test_fewer_layers_are_checked_where_a_device_has_no_memory_for_all(in_world):
     found = in_world(models.with_little_memory, 2, experiment=resolved(*TINY, "dtype=fp32").plain())
-    assert (found["passed"], found["checked_share"]) == (True, 0.5)
+    assert (found.passed, found.checked_share) == (True, 0.5)
 
 
 def test_a_fault_that_begins_after_the_check_is_found_after_the_timing(in_world):

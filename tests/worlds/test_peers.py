@@ -90,9 +90,9 @@ def test_ulysses_ranks_share_the_kv_heads_evenly():
 def test_the_bytes_of_a_package_are_null_in_its_metrics():
     spec = resolved("attention=rfa_zigzag", "seq_len=1024", "batch=1", "hardware=cuda", "world_size=2", gpus=2)
     ceilings = {"matmul_tflops": 700.0, "copy_gb_s": 4000.0, "link_gb_s": 300.0}
-    for entry in metrics.compute(spec, {"forward": 1.0, "backward": 2.0, "total": 3.0}, ceilings)["passes"].values():
-        assert entry["bytes_received_by_rank"] is None and entry["received_gb_s"] is None
-        assert entry["limited_by"] in ("compute", "memory")
+    for entry in metrics.compute(spec, {"forward": 1.0, "backward": 2.0, "total": 3.0}, ceilings).passes.values():
+        assert entry.bytes_received_by_rank is None and entry.received_gb_s is None
+        assert entry.limited_by in ("compute", "memory")
 
 
 def test_the_library_says_where_a_package_went():

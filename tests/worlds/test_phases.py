@@ -1,6 +1,7 @@
 """The phases of a run in which one rank is late."""
 
 from runner.launch.files import WorldSpec
+from runner.record.fields import Clocks
 from tests.jobs import own_block
 from tests.support.composing import resolved
 
@@ -13,10 +14,10 @@ def test_a_rank_is_seen_waiting_for_a_late_one_on_the_shared_clock_and_a_users_b
     arguments = {"experiment": spec.plain(), "name": "mine", "late_s": LATE_S}
     outcome = pool.get(WorldSpec(2, "cpu")).call(own_block.run, arguments)
     assert outcome.status == "ok", outcome.reason
-    forward = outcome.result["phases"]["forward"]
-    assert 0 < forward["phases"]["mine"]["ms"] <= forward["phases"]["comp_block"]["ms"]
-    assert outcome.result["comm"]["clocks"] == {"count": 1, "error_ms": 0.0}
-    rows = outcome.result["phase_rows"]
+    result, tables = outcome.result
+    phases, rows = result.phases["forward"].phases, tables.phases
+    assert 0 < phases["mine"].ms <= phases["comp_block"].ms
+    assert result.comm.clocks == Clocks(count=1, error_ms=0.0)
     first = [row for row in rows if (row["pass"], row["iteration"]) == ("forward", 0)]
     (late,) = [row for row in first if row["rank"] == 1 and row["phase"] == "mine"]
     assert late["stop_ms"] - late["start_ms"] >= LATE_S * 1e3

@@ -7,9 +7,8 @@ import pytest
 from runner import command, rounds
 from runner.config import overrides
 from runner.config.values import InvalidConfig
-from runner.measure.statistics import of_ranks
 from runner.output import results
-from tests.support.recorded import result, write
+from tests.support.recorded import result, timed, write
 
 
 @pytest.mark.parametrize("values", ["kernel:sdpa_flash,math", "window:[512,0],[64,0]", "launch.env:{A:1},{A:2}"])
@@ -32,7 +31,7 @@ def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float],
     by_round = [[clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for _ in range(7)] for clock in clocks]
     samples = [{"forward": [ms for one in by_round for ms in one]}]
     value = result("zigzag", ms, kernel=kernel, seq_len=seq_len)
-    value["timing"] |= of_ranks(samples, 0.0)
+    value["timing"] |= timed(samples)
     value["timing"]["rounds"] = {"done": 3, "of": 3, "drift": {}, "by_round": []}
     value["environment"]["started_at"] = float(seed)
     value["config"]["order"] = "interleaved:kernel"

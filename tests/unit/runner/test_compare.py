@@ -9,11 +9,11 @@ import pandas as pd
 import pytest
 
 from runner import compare, pack
-from runner.measure.statistics import of_ranks, ratio_interval
+from runner.measure.statistics import ratio_interval
 from runner.output import results
 from runner.report.verdicts import verdict
 from tests.support.paths import ROOT
-from tests.support.recorded import result, written
+from tests.support.recorded import result, timed, written
 
 
 def with_interval(value, width):
@@ -67,7 +67,7 @@ def sampled(folder, ms, noise):
     """A run whose forward takes about `ms`, with samples; backward takes twice that."""
     draw, value = random.Random(folder.name), result("zigzag", ms)
     ranks = [{"forward": noisy(draw, ms, noise, 20), "backward": noisy(draw, 2 * ms, noise, 20)} for _ in range(2)]
-    value["timing"] |= of_ranks(ranks, 0.0)
+    value["timing"] |= timed(ranks)
     written(folder, value)
     results.write_samples(folder / value["name"] / "samples.parquet", ranks)
     return str(folder)

@@ -24,10 +24,10 @@ def sweep(tmp_path):
     for number, run in enumerate(runs_of(folder)[:2]):
         samples = [{"forward": [(i + number) / 7 for i in range(9)], "backward": [1e-7, 123456.789]}] * 2
         results.write_samples(run / "samples.parquet", samples)
-        results.write_csv(run / "phases.csv", phase_rows(), results.PHASE_COLUMNS)
+        results.write_csv(run / "phases.csv", phase_rows(), results.COLUMNS["phases"])
     kernels = [{"rank": 0, "kernel": 'a, "b" <c>', "calls": 3, "total_ms": 0.1, "mean_us": 1e3 / 3}]
     results.write_csv(run / "kernels.csv", kernels, [*kernels[0]])
-    results.write_csv(run / "kernel_times.csv", kernel_rows(), results.KERNEL_TIME_COLUMNS)
+    results.write_csv(run / "kernel_times.csv", kernel_rows(), results.COLUMNS["kernel_times"])
     return folder
 
 

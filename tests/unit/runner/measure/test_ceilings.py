@@ -34,7 +34,6 @@ def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_worl
     after = first["ceilings"]
     assert after["source"] == "measured again"
     for name in ceilings.RATES:
-        assert after["before"][name] == found["true"][name] / 1000
-        assert after[name] == found["kept"][name] > 3 * after["before"][name]  # on a machine as busy as it likes
+        assert after[name] == found["kept"][name] > 3 * found["true"][name] / 1000  # on a machine as busy as it likes
     assert second["ceilings"] == after  # not a third time
     assert found["without_memory"] == "cached", "measured in memory that there was none of"

@@ -38,8 +38,8 @@ def test_value_heads_of_another_size_count_in_the_products_that_have_them():
 
 def test_a_dense_devices_rate_is_of_all_the_work():
     found = computed("attention=dense", "seq_len=64", "world_size=4")
-    rate = found["flops"]["forward"] / 2e9
-    assert found["passes"]["forward"]["tflops_per_device"] == pytest.approx(rate)
+    rate = found.flops["forward"] / 2e9
+    assert found.passes["forward"].tflops_per_device == pytest.approx(rate)
 
 
 def test_no_sparsity_is_said_of_a_mixture_that_counts_pairs_several_times():
@@ -74,44 +74,44 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
     for spec, found in zip(specs, counted, strict=True):
         assert found["name"] == transport
         passes = dict.fromkeys(found["received"][0], 1.0)
-        said = metrics.compute(spec, passes, CEILINGS, found["pulls"])["passes"]
+        said = metrics.compute(spec, passes, CEILINGS, found["pulls"]).passes
         for which in passes:
-            assert said[which]["limit_ms"] > 0 and said[which]["tflops_per_device"] > 0
+            assert said[which].limit_ms > 0 and said[which].tflops_per_device > 0
             by_rank = [{what: n for what, n in rank[which].items() if n} for rank in found["received"]]
-            assert by_rank == said[which]["bytes_received_by_rank"], (spec.variant, spec.workload.seqlens, which)
+            assert by_rank == said[which].bytes_received_by_rank, (spec.variant, spec.workload.seqlens, which)
 
 
 def test_rates_follow_from_the_slowest_ranks_median_and_bytes_from_the_shards_that_the_mask_meets():
     found = computed("attention=zigzag", ms=MS)
     # tokens 0 1 6 7 against 2 3 4 5: 1 + 2 + 7 + 8 = 3 + 4 + 5 + 6 pairs
-    assert (found["tokens"], found["flops_forward_by_rank"]) == (16, [18 * FLOP, 18 * FLOP])
-    backward = found["passes"]["backward"]
-    assert backward["tokens_per_s"] == pytest.approx(16e3 / MS["backward"])
-    assert backward["tflops_per_device"] == pytest.approx(46_080 / MS["backward"] / 2 / 1e9)
-    assert found["passes"]["total"]["bytes_received_by_rank"] == [
+    assert (found.tokens, found.flops_forward_by_rank) == (16, [18 * FLOP, 18 * FLOP])
+    backward = found.passes["backward"]
+    assert backward.tokens_per_s == pytest.approx(16e3 / MS["backward"])
+    assert backward.tflops_per_device == pytest.approx(46_080 / MS["backward"] / 2 / 1e9)
+    assert found.passes["total"].bytes_received_by_rank == [
         {"kv": 8 * KV, "dkv": 2 * KV}, {"kv": 4 * KV, "dkv": 4 * KV},
     ]  # fmt: skip
-    forward = found["passes"]["forward"]
-    assert forward["received_gb_s"] == pytest.approx(4 * KV / 2e6)  # the rank that receives most
-    assert "sol" not in forward
+    forward = found.passes["forward"]
+    assert forward.received_gb_s == pytest.approx(4 * KV / 2e6)  # the rank that receives most
+    assert forward.sol is None
 
 
 def test_a_decode_counts_its_queries_and_every_key():
     # 10 keys on 4 ranks, 3, 3, 3 and 1, and 2 queries in each of 2 batch elements
     decode = ("seq_len=10", "world_size=4", "q_len=2")
     found = computed("attention=tree", *decode)
-    assert (found["tokens"], found["flops"]) == (2 * 2, {"forward": FLOP * 2 * 10})
-    assert found["flops_forward_by_rank"] == [FLOP * 2 * n for n in (3, 3, 3, 1)]
-    forward = found["passes"]["forward"]
-    assert forward["tflops_per_device"] == pytest.approx(FLOP * 20 / 4 / 2e9)
+    assert (found.tokens, found.flops) == (2 * 2, {"forward": FLOP * 2 * 10})
+    assert found.flops_forward_by_rank == [FLOP * 2 * n for n in (3, 3, 3, 1)]
+    forward = found.passes["forward"]
+    assert forward.tflops_per_device == pytest.approx(FLOP * 20 / 4 / 2e9)
 
 
 def test_a_packed_batch_counts_the_pairs_of_its_sequences():
     # 3 pairs of the sequence of two, 21 of that of six; a packed batch has batch 1, which halves the FLOP of a pair
     found = computed("attention=llama3", "seqlens=[2,6]")
-    assert (found["tokens"], found["flops"]["forward"]) == (8, FLOP // 2 * 24)
+    assert (found.tokens, found.flops["forward"]) == (8, FLOP // 2 * 24)
     # tokens 0 1 and the first two of six see 1 + 2 + 1 + 2 keys, the others 3 + 4 + 5 + 6
-    assert found["flops_forward_by_rank"] == [FLOP // 2 * 6, FLOP // 2 * 18]
+    assert found.flops_forward_by_rank == [FLOP // 2 * 6, FLOP // 2 * 18]
 
 
 # rank 1 has two blocks of 4 queries by 4 keys. One moves q and out, k and v: 4 tokens of 2 * Q + KV bytes each; backward q, out,
@@ -132,19 +132,19 @@ MOVED = 2 * 4 * (2 * Q + KV), 2 * 4 * (4 * Q + 2 * KV)
 def test_a_limit_is_the_longest_term_of_the_busiest_rank(ceiling, term, limit_ms):
     ceilings = dict.fromkeys(CEILINGS, 1e9) | {ceiling: 1e-6}
     ms = dict(zip(MS, (2 * x for x in limit_ms), strict=True))
-    passes = computed("attention=ring", ms=ms, ceilings=ceilings)["passes"]
-    assert {entry["limited_by"] for entry in passes.values()} == {term}
-    assert [entry["limit_ms"] for entry in passes.values()] == pytest.approx(limit_ms)
-    assert [entry["sol"] for entry in passes.values()] == pytest.approx([0.5] * 3)
+    passes = computed("attention=ring", ms=ms, ceilings=ceilings).passes
+    assert {entry.limited_by for entry in passes.values()} == {term}
+    assert [entry.limit_ms for entry in passes.values()] == pytest.approx(limit_ms)
+    assert [entry.sol for entry in passes.values()] == pytest.approx([0.5] * 3)
 
 
 def test_no_share_is_said_of_a_limit_that_a_pass_was_faster_than():
     # the limit is 13.312 ms: 102% may be an error of measurement, 400% is none
     found = computed("attention=ring", ms={"forward": 13.05, "backward": 8.32}, ceilings=CEILINGS)
-    forward, backward = found["passes"].values()
-    assert forward["sol"] == pytest.approx(1.02, abs=1e-3) and "no_sol" not in forward
-    assert backward["sol"] is None
-    assert backward["no_sol"].startswith("400% of what the matrix product measured here allows")
+    forward, backward = found.passes.values()
+    assert forward.sol == pytest.approx(1.02, abs=1e-3) and forward.no_sol is None
+    assert backward.sol is None
+    assert backward.no_sol.startswith("400% of what the matrix product measured here allows")
     assert metrics.exceeds(found)
     # other times, as after another round, are judged anew
     assert not metrics.exceeds(

@@ -37,7 +37,7 @@ def test_kernels_belong_to_the_pass_that_was_marked_before_them():
 def test_a_machine_without_the_tool_says_so(monkeypatch):
     monkeypatch.setattr(ncu.shutil, "which", lambda name: None)
     monkeypatch.setattr(ncu, "PLACES", ())
-    assert "not installed" in ncu.count(SimpleNamespace())["unavailable"]
+    assert "not installed" in ncu.count(SimpleNamespace()).unavailable
 
 
 def test_a_tool_that_fails_is_quoted(monkeypatch, tmp_path):
@@ -46,4 +46,4 @@ def test_a_tool_that_fails_is_quoted(monkeypatch, tmp_path):
     tool.chmod(0o755)
     monkeypatch.setattr(ncu.shutil, "which", lambda name: str(tool))
     found = ncu.count(SimpleNamespace(plain=dict, mode="forward"))
-    assert found == {"unavailable": "ncu ended with 11: ==ERROR== ERR_NVGPUCTRPERM: no permission"}
+    assert found.unavailable == "ncu ended with 11: ==ERROR== ERR_NVGPUCTRPERM: no permission"

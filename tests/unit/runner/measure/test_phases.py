@@ -8,6 +8,7 @@ import torch
 
 from attention.profiling import Recorder, layer, phase, record, recording
 from runner.measure.phases import on_one_clock, shares, summary, times_of
+from runner.record.fields import Clocks, Phase
 
 CPU = torch.device("cpu")
 
@@ -25,11 +26,9 @@ def rows(*by_rank, which="forward", iteration=0):
 def summarized(recorded, world=1, which="forward"):
     """The summary of a pass, which adds up row by row and in its sums."""
     entry = summary(times_of(recorded, world)[which])
-    shares = sum(phase["share"] for name, phase in entry["phases"].items() if not name.startswith("comm_"))
-    assert shares + entry["other_share"] == pytest.approx(1)
-    assert entry["compute_ms"] + entry["exposed_communication_ms"] + entry["other_ms"] == pytest.approx(
-        entry["total_ms"]
-    )
+    shares = sum(phase.share for name, phase in entry.phases.items() if not name.startswith("comm_"))
+    assert shares + entry.other_share == pytest.approx(1)
+    assert entry.compute_ms + entry.exposed_communication_ms + entry.other_ms == pytest.approx(entry.total_ms)
     return entry
 
 
@@ -57,10 +56,10 @@ def test_the_table_is_the_slowest_ranks_and_transfers_run_beside():
         "rank": 0, "iterations": 3, "total_ms": 10, "compute_ms": 5.5, "exposed_communication_ms": 2.5, "other_ms": 2,
         "compute_share": 0.55, "communication_share": 0.25, "compute_by_rank_ms": [5.5, 4], "exposed_by_rank_ms": [2.5, 1],
     }  # fmt: skip
-    assert {key: found[key] for key in expected} == expected
+    assert {key: getattr(found, key) for key in expected} == expected
     # the steps of an iteration are summed
     every = {"mean_ms": 5, "deviation_ms": 0, "total_ms": 15}
-    assert found["phases"]["comp_block"] == {"ms": 5, "share": 0.5, "by_rank_ms": [5, 3], **every}
+    assert found.phases["comp_block"] == Phase(ms=5, share=0.5, by_rank_ms=[5, 3], **every)
 
 
 def test_sums_are_of_the_middle_half_of_the_iterations_and_spreads_of_all():
@@ -69,16 +68,16 @@ def test_sums_are_of_the_middle_half_of_the_iterations_and_spreads_of_all():
     found = summarized(
         [row for i, ms in enumerate(passes) for row in rows({"pass": ms, "comp_block": ms / 2}, iteration=i)]
     )
-    block = found["phases"]["comp_block"]
-    assert (found["total_ms"], block["ms"], block["total_ms"], block["mean_ms"]) == (45, 22.5, 180, 22.5)
-    assert block["deviation_ms"] == pytest.approx(pstdev(passes) / 2)
+    block = found.phases["comp_block"]
+    assert (found.total_ms, block.ms, block.total_ms, block.mean_ms) == (45, 22.5, 180, 22.5)
+    assert block.deviation_ms == pytest.approx(pstdev(passes) / 2)
 
 
 def test_passes_are_summarized_apart_and_a_phase_that_the_slowest_rank_lacks_is_left_out():
     ranks = {"pass": 30.0, "comp_block": 20.0, "wait_dkv": 4.0}, {"pass": 31.0, "comp_block": 25.0}
     found = summarized(rows({"pass": 50.0}, {"pass": 1.0}) + rows(*ranks, which="backward"), 2, "backward")
-    assert (found["rank"], found["total_ms"], [*found["phases"]]) == (1, 31, ["comp_block"])
-    assert found["skew"] == pytest.approx(5 / 22.5)  # the range over the median
+    assert (found.rank, found.total_ms, [*found.phases]) == (1, 31, ["comp_block"])
+    assert found.skew == pytest.approx(5 / 22.5)  # the range over the median
 
 
 def test_phases_outside_of_a_run_have_a_table():
@@ -162,6 +161,6 @@ def test_clocks_are_aligned_by_what_ranks_start_together(starts, clocks, aligned
         for rank, own in enumerate(starts)
         for i, ms in enumerate(own)
     ]
-    assert on_one_clock(recorded, clocks) == {"count": 2, "error_ms": 0.0}
+    assert on_one_clock(recorded, clocks) == Clocks(count=2, error_ms=0.0)
     assert [row["start_ms"] for row in recorded] == aligned
     assert {row["stop_ms"] - row["start_ms"] for row in recorded} == {2}

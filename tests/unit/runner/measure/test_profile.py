@@ -11,6 +11,7 @@ import torch
 from attention.profiling import phase
 from runner.measure import profile as measured
 from runner.measure.profile import analyse, events_of, kernel_times, profile, together
+from runner.record.result import Tables
 
 
 def event(category, name, start, stop):
@@ -36,12 +37,11 @@ def analysed(events, waits=()):
 
 
 def test_a_trace_tells_compute_from_communication_and_has_a_table_of_kernels_the_longest_first():
-    profile = analysed(CUDA)
+    profile, table = analysed(CUDA)
     # from 1 to 41 ms; NCCL and the copy between devices from 6 to 25, compute until 11 and from 31
     names = ("stretch", "compute", "communication", "overlapped", "exposed_communication", "idle")
-    assert [profile[f"{name}_ms"] for name in names] == [40, 20, 19, 5, 14, 6]
-    assert profile["overlapped_share"] == pytest.approx(5 / 19) and analysed([])["overlapped_share"] is None
-    table = profile["kernels"]
+    assert [getattr(profile, f"{name}_ms") for name in names] == [40, 20, 19, 5, 14, 6]
+    assert profile.overlapped_share == pytest.approx(5 / 19) and analysed([])[0].overlapped_share is None
     assert [row["kernel"][:6] for row in table] == ["flash_", "ncclDe", "Memcpy", "Memset"]
     assert table[0] == {"kernel": "flash_fwd_kernel", "calls": 2, "total_ms": 16, "mean_us": 8000}
 
@@ -67,9 +67,9 @@ LEAD = event("kernel", "at::cuda::(anonymous namespace)::spin_kernel(long)", 45_
 )
 def test_a_stream_that_waits_is_exposed_communication_where_nothing_computes(events, waits, exposed, idle, known):
     """Two passes: what stands still in a trace is a wait by the recorder's events, in ms since each pass was aligned."""
-    found = analysed(events, waits)
-    assert (found["exposed_communication_ms"], found["idle_ms"], found["waits_known"]) == (exposed, idle, known)
-    assert (found["compute_ms"], found["communication_ms"]) == (30, 4)
+    found, _ = analysed(events, waits)
+    assert (found.exposed_communication_ms, found.idle_ms, found.waits_known) == (exposed, idle, known)
+    assert (found.compute_ms, found.communication_ms) == (30, 4)
 
 
 def two_iterations(late, base_ns):
@@ -128,16 +128,16 @@ def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(tmp_path
 
     me = SimpleNamespace(rank=0, world=1, device=torch.device("cpu"), folder=tmp_path / "world", gather=lambda x: [x])
     me.folder.mkdir()
-    found = profile(SimpleNamespace(me=me, passes=("forward",), run=run), 4, tmp_path)
-    (about,) = found["profile"]
-    assert about["compute_ms"] >= 10 <= about["communication_ms"]  # a sleep is never shorter
-    assert (about["runs"], about["kernels_left_out"]) == (4, 0)
+    tables = Tables()
+    (about,) = profile(SimpleNamespace(me=me, passes=("forward",), run=run), 4, tmp_path, tables)
+    assert about.compute_ms >= 10 <= about.communication_ms  # a sleep is never shorter
+    assert (about.runs, about.kernels_left_out) == (4, 0)
     kinds = {"pass": "pass", "comp_block": "compute", "comm_kv": "communication"}
-    assert {row["kernel"]: row["kind"] for row in found["kernel_times"]} == kinds
-    whole, *parts = ([row["start_ms"], row["stop_ms"]] for row in found["kernel_times"])
+    assert {row["kernel"]: row["kind"] for row in tables.kernel_times} == kinds
+    whole, *parts = ([row["start_ms"], row["stop_ms"]] for row in tables.kernel_times)
     times = [0, *parts[0], *parts[1], whole[1]]
     assert times == sorted(times) and whole[0] == 0
-    assert found["traces"] == ["trace_rank0.json.gz"] and not list(me.folder.iterdir())
+    assert tables.traces == ("trace_rank0.json.gz",) and not list(me.folder.iterdir())
     with gzip.open(tmp_path / "trace_rank0.json.gz", "rt") as trace:
         names = [e["name"] for e in json.load(trace)["traceEvents"]]
     assert names.count("comp_block") == names.count("comm_kv") == 4

@@ -7,14 +7,15 @@ import torch
 
 from runner import environment
 from runner.measure.sampler import CLOCKS, sampling, summary
+from runner.record.fields import Range
 
 
 def test_a_summary_has_the_range_of_each_number_and_all_reasons_seen():
     series = dict.fromkeys(CLOCKS[1], [None] * 3) | {"sm_mhz": [5, 9, 6], "throttle_reasons": [0, 0x44, 1 << 20]}
     assert summary(series | {"power_w": [7000, None, 9000]}) == dict.fromkeys(CLOCKS[1]) | {
         "samples": 3,
-        "sm_mhz": {"min": 5, "median": 6, "max": 9},
-        "power_w": {"min": 7, "median": 8, "max": 9},
+        "sm_mhz": Range(min=5, median=6, max=9),
+        "power_w": Range(min=7, median=8, max=9),
         "throttle_reasons": ["bit 20", "hw_thermal_slowdown", "sw_power_cap"],
     }
 
@@ -38,4 +39,4 @@ def test_a_gpus_clocks_are_sampled_while_it_works():
             torch.cuda.synchronize()
     gpu = summary(sampled["series"])
     assert gpu["samples"] >= 5
-    assert gpu["sm_mhz"]["max"] > 500 and gpu["power_w"]["max"] > 50 and 10 < gpu["temperature_c"]["max"] < 110
+    assert gpu["sm_mhz"].max > 500 and gpu["power_w"].max > 50 and 10 < gpu["temperature_c"].max < 110

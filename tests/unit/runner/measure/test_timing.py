@@ -227,10 +227,10 @@ def test_a_models_samples_are_of_one_layer(watch, monkeypatch):
     monkeypatch.setattr(timing, "overhead_ms", lambda watch: 6.0)
     work = Attention("timing.layers=3", "timing.timing_runs=2")
     work.out, work.run = None, watch.work(forward=[20.0], backward=[50.0]).work.run
-    measured, _ = timing.measure(work, 0.04)
+    measured, samples, _ = timing.measure(work, 0.04)
     assert watch.log.count("forward") == 3 * (1 + 2)  # a warm-up and samples
-    assert measured["samples"] == [{"forward": [20.0] * 2, "backward": [50.0] * 2}]
-    assert measured["timing"]["overhead_ms"] == 2.0
+    assert samples == [{"forward": [20.0] * 2, "backward": [50.0] * 2}]
+    assert measured.overhead_ms == 2.0
 
 
 def spin(seconds):

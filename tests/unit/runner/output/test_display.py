@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner import app
 from runner.launch.files import WorldSpec
 from runner.output import columns, display, summary, terminal
 from runner.record.result import Result
+from tests.jobs.program import begun
 from tests.support.composing import resolved
 from tests.support.recorded import measured
 
@@ -95,25 +95,18 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
     assert not any("too narrow" in line for line in printed(display.sweep_table, rows))
 
 
-def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, tmp_path, printed):
+def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, printed):
     """On a CPU, where ranks always share what there is."""
     spec = resolved(
         "hardware=cpu", "world_size=2", "seq_len=64", "heads=2", "kv_heads=2", "head_dim=16", "batch=1", "seed=1"
     )
     plain = replace(spec, launch=replace(spec.launch, share_gpu=True)).plain()
-    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.job:run", {"experiment": plain, "folder": None})
+    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.job:run", {"result": begun(plain)})
     assert outcome.status == "ok", outcome.reason
-    about = {
-        "key": "0",
-        "name": "shared",
-        "config": {"attention": {"name": "zigzag"}},
-        "experiment": plain,
-        "environment": {},
-    }
-    result = app._record(outcome.result, tmp_path, about)
+    result, _ = outcome.result
     assert (result.status, result.correctness.passed, result.timing, result.metrics) == ("ok", True, None, None)
     assert result.reason == "not timed: launch.share_gpu=true has all ranks on one GPU"
-    assert display.run_line(result) == f"shared: ok: {result.reason}"
-    assert f"- `shared`: ok: {result.reason}" in summary.markdown([columns.row(result)])
+    assert display.run_line(result) == f"run: ok: {result.reason}"
+    assert f"- `run`: ok: {result.reason}" in summary.markdown([columns.row(result)])
     said = "\n".join(printed(display.run_table, result))
     assert "Correctness passed" in said and result.reason in said

@@ -88,7 +88,7 @@ def test_recorded_bytes_of_memory_are_those_of_the_schedule():
     times = {which: times["median"] for which, times in value["timing"]["passes"].items()}
     counted = metrics.compute(resolved("seq_len=1024"), times, {"matmul_tflops": 1.0, "copy_gb_s": 10.0})
     for which in ("forward", "backward", "total"):
-        assert counted["passes"][which]["memory_bytes"] == kernel_bytes(without, which)
+        assert counted.passes[which].memory_bytes == kernel_bytes(without, which)
 
 
 def test_time_is_shown_over_density_where_masks_of_one_workload_differ(tmp_path):

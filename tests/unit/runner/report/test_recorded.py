@@ -2,7 +2,7 @@
 
 import pytest
 
-from runner.output.results import PHASE_COLUMNS
+from runner.output.results import COLUMNS
 from runner.report import charts
 from runner.report.panels import panels
 from runner.report.panels.recorded import (
@@ -90,7 +90,7 @@ def lanes(folder):
 
 
 def test_results_without_starts_have_bars_and_no_timeline(tmp_path):
-    with_phases(tmp_path, result("ring", 2.0, world_size=2), columns=PHASE_COLUMNS[:6])
+    with_phases(tmp_path, result("ring", 2.0, world_size=2), columns=COLUMNS["phases"][:6])
     assert not lanes(tmp_path) and not lanes(RESULTS / "h200-x4" / "variants")
     assert "phases" in [panel.name for panel in panels(read([tmp_path]))]
 
