@@ -1,10 +1,13 @@
-"""An inner attention as a module, for a model that takes any, as torchtitan's do: q, k, v are `[B, S, H, D]`, or `[T, H, D]` of
-a packed batch, whose documents are the attention masks. The same output and gradients as those on one rank.
+"""torchtitan's inner attention over a function of this library: any variant, packed documents, windows and sinks. It is a module of
+packed tensors, whose metadata stay global, and whose tokens are sharded by a permutation of the whole batch.
 
-    torchrun --nproc-per-node 2 examples/inner_attention.py"""
+    torchrun --nproc-per-node 2 examples/inner_attention.py
+
+Suffixes of tensors: T tokens of this rank, H heads, K head dim of queries and keys, V head dim of values, D hidden size."""
 
 import os
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,97 +16,102 @@ from torch import Tensor, nn
 import attention
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Attention masks of a packed batch: the cumulative lengths of its documents, over the tokens of all ranks."""
+class VarlenMetadata(NamedTuple):
+    """What torchtitan gives its attention of packed documents: cumulative lengths over the tokens of all ranks."""
 
-    cu_seqlens: tuple[int, ...]
-
-    @staticmethod
-    def of(positions: Tensor) -> "Packed":
-        """positions: `[T]`, global; a document begins where they restart at 0."""
-        return Packed((*(positions == 0).nonzero().flatten().tolist(), len(positions)))
+    cu_seq_q: Tensor
+    cu_seq_k: Tensor
+    max_q: int
+    max_k: int
 
 
 class InnerAttention(nn.Module):
-    """Causal attention of this rank's queries over the keys and values of all ranks.
+    """Attention of this rank's queries over the keys and values of all ranks. sinks: a learned logit a head, `[H]`, or None."""
 
-    The model's inputs, labels and positions go through `shard` of the same function, those of a packed batch with its
-    `cu_seqlens`."""
-
-    def __init__(self, fn: attention.ContextParallel, window: int | None = None):
+    def __init__(
+        self, fn: attention.ContextParallel, window_size: tuple[int, int] = (-1, 0), sinks: Tensor | None = None
+    ):
         super().__init__()
-        self.fn = fn
-        self.window = (-1 if window is None else window - 1, -1)
+        self.fn, self.window_size, self.sinks = fn, window_size, sinks
+
+    def permutation(self, tokens: int) -> Tensor:
+        """The order `[1, tokens]` in which the whole batch is cut into equal parts, one a rank, in place of a load balancer's."""
+        shards = self.fn.layout.shards((0, tokens), self.fn.world)
+        return torch.tensor([[token for shard in shards for positions in shard for token in positions]])
+
+    @staticmethod
+    def prepare_cp_metadata(attention_metadata: VarlenMetadata, *, permutation: Tensor | None) -> VarlenMetadata:
+        """Metadata stay global. permutation: of `permutation()`, which the function knows."""
+        return attention_metadata
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
         *,
-        attention_masks: Packed | None = None,
+        attention_metadata: VarlenMetadata,
         scale: float | None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         enable_gqa: bool = False,
+        **kwargs: Any,
     ) -> Tensor:
-        """q: `[B, s, H, D]`, or `[t, H, D]` with `attention_masks`; k, v: with Hk heads, fewer than H with `enable_gqa` only. out:
-        as q. Raises ValueError for what does not go together."""
-        if attention_masks is not None and not isinstance(attention_masks, Packed):
-            raise ValueError(
-                f"attention_masks is a {type(attention_masks).__name__}: give Packed.of(positions), or None"
-            )
-        if (attention_masks is None) != (q.dim() == 4):
-            raise ValueError(f"q has shape {list(q.shape)}: [B, S, H, D] has no attention_masks, [T, H, D] needs them")
-        if q.shape[-2] != k.shape[-2] and not enable_gqa:
-            raise ValueError(f"{q.shape[-2]} heads of q, {k.shape[-2]} of k: give enable_gqa=True")
-        lengths = None if attention_masks is None else attention_masks.cu_seqlens
-        return self.fn(q, k, v, causal=True, window=self.window, scale=scale, cu_seqlens=lengths)
+        """Returns out `[T, H, V]`. Raises ValueError for what does not go together."""
+        if out_transform is not None:
+            raise ValueError("out_transform: the LSE has no gradient; give sinks to InnerAttention, which applies them")
+        if q_THK.shape[1] != k_THK.shape[1] and not enable_gqa:
+            raise ValueError(f"{q_THK.shape[1]} heads of q, {k_THK.shape[1]} of k: give enable_gqa=True")
+        left, right = self.window_size
+        return self.fn(
+            q_THK, k_THK, v_THV, causal=right == 0, window=(left, -1 if right == 0 else right), scale=scale, sinks=self.sinks,
+            cu_seqlens=attention_metadata.cu_seq_q,
+        )  # fmt: skip
 
 
 class Block(nn.Module):
-    """Projections around an inner attention. x: `[B, s, C]`, or `[t, C]` of a packed batch."""
+    """Projections around an inner attention, with sinks."""
 
-    def __init__(self, inner: nn.Module, hidden: int = 64, heads: int = 4, kv_heads: int = 2):
+    def __init__(self, fn: attention.ContextParallel, hidden: int = 64, heads: int = 4, kv_heads: int = 2):
         super().__init__()
-        self.inner, self.heads = inner, (heads, kv_heads, kv_heads)
+        self.heads = (heads, kv_heads, kv_heads)
         self.qkv = nn.Linear(hidden, sum(self.heads) * (hidden // heads))
         self.out = nn.Linear(hidden, hidden)
+        self.sinks = nn.Parameter(torch.zeros(heads))
+        self.inner = InnerAttention(fn, window_size=(48, 0), sinks=self.sinks)
 
-    def forward(self, x: Tensor, attention_masks: Packed | None = None) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (sum(self.heads), -1)).split(self.heads, -2)
-        return self.out(self.inner(q, k, v, attention_masks=attention_masks, enable_gqa=True).flatten(-2))
+    def forward(self, x_TD: Tensor, attention_metadata: VarlenMetadata) -> Tensor:
+        q_THK, k_THK, v_THV = self.qkv(x_TD).unflatten(-1, (sum(self.heads), -1)).split(self.heads, 1)
+        out_THV = self.inner(q_THK, k_THK, v_THV, attention_metadata=attention_metadata, enable_gqa=True)
+        return self.out(out_THV.flatten(1))
 
 
-def compare(fn: attention.ContextParallel, x: Tensor, masks: Packed | None) -> tuple[float, float]:
-    """The largest differences of out and of gradients (relative) from those of one rank. x: global."""
-    alone, sharded = (Block(InnerAttention(each)) for each in (attention.make("dense"), fn))
-    sharded.load_state_dict(alone.state_dict())
-    lengths = None if masks is None else masks.cu_seqlens
-    out = sharded(fn.shard(x.unsqueeze(-2), lengths).squeeze(-2), masks)
-    out.square().sum().backward()
-    exact = alone(x, masks)
-    exact.square().sum().backward()
-    gradients = [p.grad for p in sharded.parameters()]
-    for gradient in gradients if fn.world > 1 else ():
-        dist.all_reduce(gradient)
-    errors = [(a - p.grad).norm() / p.grad.norm() for a, p in zip(gradients, alone.parameters(), strict=True)]
-    whole = fn.unshard(out.unsqueeze(-2), lengths).squeeze(-2)
-    return float((whole - exact).abs().max()), float(max(errors))
+def train(fn: attention.ContextParallel, whole: Tensor, metadata: VarlenMetadata) -> list[Tensor]:
+    """This rank's share of a loss over all tokens and of its gradients."""
+    torch.manual_seed(0)  # the same parameters on every rank
+    block = Block(fn)
+    permutation = block.inner.permutation(len(whole))
+    metadata = block.inner.prepare_cp_metadata(metadata, permutation=permutation)
+    mine = permutation[0].chunk(fn.world)[fn.rank]
+    loss = block(whole[mine], metadata).square().sum()
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in block.parameters())]
 
 
 def main() -> None:
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     fn = attention.make("llama3")  # documents of any length
-    torch.manual_seed(0)  # the same on every rank
-    positions = torch.cat([torch.arange(n) for n in (100, 37, 119)])  # of three documents
-    for name, x, masks in (
-        ("batch", torch.randn(2, 256, 64), None),
-        ("packed", torch.randn(256, 64), Packed.of(positions)),
-    ):
-        out, gradients = compare(fn, x, masks)
-        if fn.rank == 0:
-            print(f"{fn.world} ranks, {name}: out differs by {out:.1e}, gradients by {gradients:.1e}")
+    torch.manual_seed(1)
+    whole, lengths = torch.randn(256, 64), torch.tensor([0, 100, 137, 256])
+    metadata = VarlenMetadata(lengths, lengths, 119, 119)
+    mine, alone = train(fn, whole, metadata), train(attention.make("dense", group=None), whole, metadata)
+    for x in mine if fn.world > 1 else ():
+        dist.all_reduce(x)
+    errors = [float((x - y).norm() / y.norm()) for x, y in zip(mine, alone, strict=True)]
+    if fn.rank == 0:
+        print(
+            f"{fn.world} ranks: the loss differs by {errors[0]:.1e}, gradients by {max(errors[1:]):.1e} of one rank's"
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
 
