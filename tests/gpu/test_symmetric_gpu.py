@@ -71,13 +71,12 @@ def test_a_deterministic_call_gives_the_same_bits(in_world, name, transport):
     ],
     ids=str,
 )
-def test_own_keys_apart_give_what_they_give_in_turn_whatever_is_late(in_world, name, options, kernel, packed, world):
+def test_own_keys_apart_give_right_results_whatever_is_late(in_world, name, options, kernel, packed, world):
     """A stream that did not follow another would read what is not there yet, or NaN where another's memory was."""
     if reason := KERNELS[kernel].missing("cuda"):
         pytest.skip(reason)
     given = {"name": name, "options": options, "kernel": kernel, "packed": packed}
-    found = in_world(shared_memory.local_kv_apart, world, "cuda", timeout_s=60, **given)
-    assert found < 1e-2
+    assert not any(in_world(shared_memory.local_kv_apart, world, "cuda", timeout_s=120, **given))
 
 
 @own_gpus(2)

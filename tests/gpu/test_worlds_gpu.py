@@ -75,7 +75,7 @@ def test_variant_matches_fp64(pool, name, options, world):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_unshard_inverts_shard(in_world, world):
-    assert all(in_world(numerics.round_trip, world, "cuda", names=SELF_ATTENTION, packs=None, tokens=12 * world))
+    assert all(in_world(numerics.round_trip, world, "cuda", names=SELF_ATTENTION, tokens=12 * world))
 
 
 REDUCTIONS = ("three", "two", "packed", "fused", None)

@@ -94,26 +94,17 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
     return max(me.gather(max(errors)))
 
 
-def _random(me: Rank, lead: tuple[int, ...], head_dim: int, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(*lead, heads, head_dim, generator=generator).to(me.device) for heads in (8, 4, 4, 8)]
-
-
 def local_kv_apart(
-    me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False, dtype: str = "bfloat16"
-) -> float:
-    """The largest difference between a backward that treats the local KV apart (or the last group of heads last) and
-    one that starts with them. The local calls are delayed, or the others, and free memory is filled with NaN."""
+    me: Rank, name: str, options: dict[str, Any], kernel: str, packed: bool = False, dtype: str = "bf16"
+) -> list[str | None]:
+    """What is wrong with calls whose backward treats the local KV apart (or the last group of heads last) or starts with them. The
+    local calls are delayed, or the others, and free memory is filled with NaN."""
     from attention.executors import work
 
-    def make(**more: Any) -> Any:
-        return attention.make(name, kernel=kernel, transport="symm", **{**options, **more})
-
-    fn = make()
     cuda = me.device.type == "cuda"
-    local = KERNELS[kernel]
-    tokens, head_dim = (512 if cuda else 64) * me.world, 64 if cuda else 16
-    packs = [0, tokens // 4, tokens // 2, tokens] if packed else None
+    fn, local = attention.make(name, kernel=kernel, transport="symm", **options), KERNELS[kernel]
+    tokens = (512 if cuda else 64) * me.world
+    lengths = (tokens // 4, tokens // 4, tokens // 2) if packed else None
     # the calls on one's own keys, which have an edge of the mask, or the others
     state: dict[str, bool | None] = {"late": None}
 
@@ -130,7 +121,7 @@ def local_kv_apart(
         entered += 1
         return type(priority).background(priority)
 
-    differences, entered = [], 0
+    said, entered = [], 0
     option, one, two = ("head_parts", 1, 2) if fn.variant.executor == "ring" else ("heads_k_stride", None, 2)
     priority = fn.transport(me.device).priority_stream
     original, threshold = local.backward, work.APART
@@ -138,24 +129,29 @@ def local_kv_apart(
     ways += [(apart, how, late) for apart, how in ((threshold, {}), (0, {option: two})) for late in (None, True, False)]
     try:
         local.backward, priority.background = backward, background  # type: ignore[method-assign]
-        for seed in range(2):
-            lead = (tokens,) if packed else (1, tokens)
-            q, k, v, dout = (fn.shard(x.to(getattr(torch, dtype)), packs) for x in _random(me, lead, head_dim, seed))
-            expected: list[torch.Tensor] = []
-            for apart, more, late in ways:
-                work.APART, state["late"] = apart, late
-                fn = make(**more)  # which its plans are decided for once
-                given, before = [x.clone().requires_grad_() for x in (q, k, v)], entered
-                found = torch.autograd.grad(fn(*given, causal=True, cu_seqlens=packs), given, dout)
-                spoil(me.device)
-                assert any(me.gather(entered > before)) == (apart > 0), "the local KV was to be apart"
-                if not expected:
-                    expected = [x.clone() for x in found]
-                differences += [rel(a, b) for a, b in zip(found, expected, strict=True)]
+        for turn, (apart, more, state["late"]) in enumerate(ways):
+            work.APART, before = apart, entered
+            case = Case(
+                name,
+                me.world,
+                tokens,
+                8,
+                4,
+                64 if cuda else 16,
+                0,
+                {**options, **more},
+                "symm",
+                kernel,
+                dtype,
+                lengths=lengths,
+            )
+            results = compute(case, device=me.device)
+            said += me.gather(wrong(case, results) if turn % me.world == me.rank else None)
+            assert any(me.gather(entered > before)) == (apart > 0), "the local KV was to be apart"
     finally:
         del local.backward, priority.background
         work.APART = threshold
-    return max(me.gather(max(differences)))
+    return said
 
 
 def after_a_release(me: Rank) -> list[str | None]:

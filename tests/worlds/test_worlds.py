@@ -10,10 +10,8 @@ EACH_EXCHANGE = ["zigzag", "zigzag_llama3", "ulysses"]
 WITH_A_DECODE = [*EACH_EXCHANGE, "tree"]
 
 
-def test_unshard_inverts_shard(in_world):
-    assert all(in_world(numerics.round_trip, 3, names=SELF_ATTENTION, packs=None, tokens=36))
-    packed = [name for name in SELF_ATTENTION if VARIANTS[name].packs]
-    assert all(in_world(numerics.round_trip, 2, names=packed, packs=[0, 4, 16], tokens=16))
+def test_unshard_inverts_shard_for_token_ids_and_in_its_gradient(in_world):
+    assert all(in_world(numerics.round_trip, 3, names=SELF_ATTENTION, tokens=36))
 
 
 @pytest.mark.parametrize("name", EACH_EXCHANGE)

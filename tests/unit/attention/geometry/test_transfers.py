@@ -119,6 +119,7 @@ def test_a_gather_brings_exactly_the_needed_keys_in_sequence_order(name, world):
         wanted = [needed(problem, rank, np.arange(problem.cu_seqlens[-1])) for rank in range(world)]
         if problem.schedule is GATHER_SHARDS:
             wanted = [[t for shard in sources for t in positions(shard)]] * world
+            assert all(len(piece.source) == 1 for m in moves for piece in m.route.receives)  # in one stretch
         if len(steps(problem, 0)) > 1:  # one's own keys are there
             others = [[t for t in keys if t not in positions(own)] for keys, own in zip(wanted, sources, strict=True)]
             wanted = [positions(needed_keys(problem, rank)) for rank in range(world)]  # as they come
