@@ -1,39 +1,27 @@
-"""Hydra's launcher of this program: it gives all runs of a sweep to `runner.sweep`, which orders them, plans them and does them
-in this process."""
+"""Hydra's sweeper of this program: it gives the runs that `runner.command` made of a command line to another launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from pathlib import Path
 
 from hydra.core.config_store import ConfigStore
-from hydra.core.utils import JobReturn, run_job
-from hydra.plugins.launcher import Launcher
+from hydra.core.plugins import Plugins
+from hydra.core.utils import JobReturn
+from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 
 TARGET = {"_target_": "hydra_plugins.attention_runner.AttentionRunner"}
-ConfigStore.instance().store("attention_runner", TARGET, group="hydra/launcher", provider="attention_runner")
+ConfigStore.instance().store("attention_runner", TARGET, group="hydra/sweeper", provider="attention_runner")
 
 
-class AttentionRunner(Launcher):
-    """Its imports of the program are late, since Hydra imports every plugin, also for other programs."""
+class AttentionRunner(Sweeper):
+    """Its import of the program is late, since Hydra imports every plugin, also for other programs."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        self.context, self.task, self.config = hydra_context, task_function, config
+        self.launcher = Plugins.instance().instantiate_launcher(hydra_context, task_function, config)
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        from runner import sweep
+    def sweep(self, arguments: list[str]) -> Sequence[JobReturn]:
+        from runner import app
 
-        jobs = [tuple(job) for job in job_overrides]
-        return sweep.launch(
-            jobs, Path(self.config.hydra.sweep.dir), self.config, partial(self._job, first=initial_job_idx)
-        )
-
-    def _job(self, job: Sequence[str], number: int, compared: int, first: int) -> JobReturn:
-        config = self.context.config_loader.load_sweep_config(self.config, list(job))
-        with open_dict(config):
-            config.hydra.job.id = config.hydra.job.num = first + number
-        task = partial(self.task, compared=compared)
-        return run_job(task, config, "hydra.sweep.dir", "hydra.sweep.subdir", self.context)
+        return self.launcher.launch(app.tally.jobs, initial_job_idx=0)

@@ -1,68 +1,62 @@
-"""`python -m runner`: compose, launch, check, time and record. Slow imports come after the handler of Ctrl-C is set."""
+"""Compose, launch, check, time and record an attention experiment.
+
+  python -m runner                                           a small real run on this machine
+  python -m runner attention=ring config=large               any group's choice, any key
+  python -m runner -m attention=ring,zigzag seq_len=8192,16384 world_size=2,4
+  python -m runner +experiment=NAME
+  python -m runner ab=kernel:sdpa_flash,math                 two values of one key, in turns, and a verdict
+
+Keys (key=value)
+  batch heads kv_heads head_dim seq_len causal window   the workload; config=NAME sets them all
+  mask=NAME mask.PARAMETER=value   python -m runner.catalog mask lists them; causal and window hold beside it
+  model=NAME model.OPTION=value   a whole model around the attention: python -m runner.catalog model
+  seqlens (a list, real, or random with seqlens_mean and seqlens_std) of a packed batch, q_len of a decode
+  world_size (auto or a number), seed, mode (forward or forward_backward; of a model training or inference), baseline (single, dense or none)
+  timing.*, check.*, launch.*, phases, output, resume, dry_run, order, deterministic, agreement, replay
+  launch.share_gpu=true: all ranks on the first GPU, checked and not timed, where there are fewer GPUs than ranks
+
+Every key with its default and meaning: python -m runner.catalog key
+Every choice, and what works here: python -m runner.catalog
+
+Groups (group=choice)"""
+
+# Slow imports come after the handler of Ctrl-C is set.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 CANONICAL = "+experiment=canonical"  # several sweeps, which are a command of their own
-CLOSING_S = 30.0  # ending the worlds takes less
-# Hydra's flags, those with a value, and those for which nothing runs
-VALUED = (
-    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "--info", "-i",
-    "--experimental-rerun",
-)  # fmt: skip
-MULTIRUN = ("-m", "--multirun")
-COMPLETION = ("-sc", "--shell-completion")
-SHOWING = ("-h", "--help", "--hydra-help", "-c", "--cfg", "-i", "--info", *COMPLETION)
-FLAGS = (*VALUED, *MULTIRUN, *SHOWING, "-r", "--run", "--resolve", "--version")
+stopped: list[int] = []  # the signal that ends the program
 
 
-class Stops:
-    """Ctrl-C and SIGTERM: the first one unwinds the program. More of them are ignored while worlds are ended, which
-    takes seconds."""
+def _at_once(number: int, _: Any) -> None:
+    os.write(2, b"interrupted; nothing was started\n")
+    os._exit(128 + number)  # an exception could be lost within an import
 
-    def __init__(self) -> None:
-        self.ignored_until = 0.0
-        self.signal: int | None = None  # that came
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in the background of a script
-            signal.signal(signal.SIGINT, self)
-        signal.signal(signal.SIGTERM, self)
 
-    def hold(self) -> None:
-        self.ignored_until = time.monotonic() + CLOSING_S
-
-    def __call__(self, signum: int, _: Any) -> None:
-        if time.monotonic() < self.ignored_until:
-            return
-        self.hold()
-        self.signal = signum
+def _stop(number: int, _: Any) -> None:
+    """The first Ctrl-C or SIGTERM unwinds the program. Later ones are ignored: ending the worlds takes seconds."""
+    if not stopped:
+        stopped.append(number)
         raise KeyboardInterrupt
 
 
-def exit_status(statuses: list[str], until_limit: bool = False) -> int:
-    """1 when a run failed, where out of memory is no failure with `until_limit`; else 0 when a run is ok or there was none,
-    2 when all are invalid, and 1 when none could be done here."""
-    failures = {"incorrect", "crash", "timeout"} | ({"oom"} if not until_limit else set())
-    if "ok" in statuses or not statuses:
-        return 1 if failures.intersection(statuses) else 0
-    return 2 if set(statuses) == {"invalid"} else 1
-
-
-def _interrupted_at_once(*_: Any) -> None:
-    os.write(2, b"interrupted; nothing was started\n")
-    os._exit(130)  # an exception could be lost within an import
+def _on_signals(handler: Any) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:  # as Ctrl-C is in the background of a script
+            signal.signal(number, handler)
 
 
 def main() -> int:
     """The program; its exit status."""
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, _interrupted_at_once)
+    _on_signals(_at_once)
     try:
         os.getcwd()
     except FileNotFoundError:
@@ -71,132 +65,100 @@ def main() -> int:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from runner.config.values import InvalidConfig
     from runner.output import commands
 
-    try:
-        return commands.exit_status(_main, refusals=(InvalidConfig, HydraException, OmegaConfBaseException))
-    except KeyboardInterrupt:  # a second one, after CLOSING_S
-        return 130
-    finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # else it could interrupt the interpreter's exit
+    return commands.exit_status(_main, refusals=(ValueError, HydraException, OmegaConfBaseException))
 
 
-def split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The flags of a command line with their values, and its overrides. They may alternate. Raises InvalidConfig."""
-    from runner.config.values import InvalidConfig, shown
+def parser() -> argparse.ArgumentParser:
+    from runner import environment
+    from runner.config.overrides import LEFT_OUT
+    from runner.config.schema import groups
+    from runner.output import commands
 
-    flags: list[str] = []
-    texts: list[str] = []
-    valued = False
-    for argument in arguments:
-        if not valued and argument.startswith("-") and argument.partition("=")[0] not in FLAGS:
-            key = argument.lstrip("-").partition("=")[0]
-            raise InvalidConfig(
-                f"{shown(argument)}: not a flag; a key is written {shown(key)}=VALUE, and python -m runner --hydra-help lists "
-                "the flags"
-            )
-        is_flag = valued or argument.startswith("-")
-        valued = not valued and argument in VALUED
-        (flags if is_flag else texts).append(argument)
-    return flags, texts
+    listed = "\n".join(f"  {name}: {', '.join(choices)}" for name, choices in groups().items() if name not in LEFT_OUT)
+    parser = commands.parser("runner", f"{__doc__}\n{listed}")
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE")
+    add("-m", "--multirun", action="store_true", help="a sweep: every combination of comma-separated values")
+    add("-c", "--cfg", choices=["job"], help="print the configuration of the first run; nothing is started")
+    add("-sc", "--shell-completion", action="store_true", help="tab completion: -sc install=bash, zsh or fish")
+    version = environment.version("attention-runner") or "is not installed"
+    add("--version", action="version", version=f"attention-runner {version}")
+    return parser
 
 
 def _main() -> int:
     """The program for itself, or as one of those that torchrun, srun or mpirun started."""
-    from runner import environment
+    from runner import canonical, command
     from runner.config import place
+    from runner.launch import processes
 
-    if CANONICAL in sys.argv and not {*COMPLETION} & {*sys.argv}:
-        from runner import canonical
-
-        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, *MULTIRUN)])
-    flags, texts = split(sys.argv[1:])
-    if "--version" in flags:
-        print(f"attention-runner {environment.version('attention-runner') or 'is not installed'}")
-        return 0
+    if CANONICAL in sys.argv:
+        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, "-m")])
+    options = parser().parse_intermixed_args()
     found = place.from_environment()
     if found is not None and found.launcher == "torchrun":  # which puts this process into a session of its own
-        from runner.launch import processes
-
         processes.die_with_parent()
-    from runner import command
-
-    stops = Stops()
+    _on_signals(_stop)
     try:
-        return command.one_of_several(found, lambda: _program(flags, texts, stops))
+        return command.one_of_several(found, lambda: _program(options))
     except KeyboardInterrupt:
-        return 128 + (stops.signal or signal.SIGINT)
+        return 128 + stopped[0]
 
 
-def _program(flags: list[str], texts: list[str], stops: Stops) -> int:
+def _program(options: argparse.Namespace) -> int:
+    from hydra import initialize_config_module
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import OmegaConf
+
     from runner import app, command, plan
     from runner.config import folders, overrides
     from runner.output import display
 
-    # the name in Hydra's help; a shell completes the installed command
-    installed = {*COMPLETION} & {*flags} or sys.argv[0].endswith("attention-runner")
-    sys.argv[0] = "attention-runner" if installed else "python -m runner"
-    arguments = command.expand(folders.resumed(texts))
-    multirun = overrides.is_sweep(arguments) or bool({*MULTIRUN} & {*flags})
-    if multirun and not {*MULTIRUN, *SHOWING} & {*flags}:
-        flags.append("-m")
-    if {*SHOWING} & {*flags}:
-        if not installed:
-            overrides.check(arguments, multirun)
-        _hydra(command.execute, flags, arguments)
+    if options.shell_completion:
+        sys.argv[0] = "attention-runner"  # the installed command
+        with initialize_config_module("runner.conf", version_base="1.3"):
+            hydra: Any = GlobalHydra.instance().hydra
+            hydra.shell_completion("config", options.overrides)
+        return 0
+    arguments = command.expand(folders.resumed(options.overrides))
+    multirun = options.multirun or overrides.is_sweep(arguments)
+    if options.cfg:
+        print(OmegaConf.to_yaml(overrides.composed(overrides.jobs(arguments, multirun)[0])), end="")
         return 0
     if "dry_run=true" in arguments:
-        overrides.check(arguments, multirun)
         plan.dry_run(arguments, multirun)
         return 0
     try:
-        with command.command(arguments, multirun) as (task, each):
-            _hydra(task, flags, each)
+        command.perform(arguments, multirun)
     except BaseException:  # even where unwinding raised another error
-        if stops.signal is None:
+        if not stopped:
             raise
-        how = "interrupted" if stops.signal == signal.SIGINT else "terminated"
+        how = "interrupted" if stopped[0] == signal.SIGINT else "terminated"
         display.err.print(f"{how}; what was finished is recorded")
         for folder in app.tally.folders:
             again = shlex.join([f"resume={folder}"])
-            display.err.print(f"{sys.argv[0]} {again} goes on", soft_wrap=True, markup=False)
-        return 128 + stops.signal
+            display.err.print(f"python -m runner {again} goes on", soft_wrap=True, markup=False)
+        return 128 + stopped[0]
     finally:
-        stops.hold()
+        _on_signals(signal.SIG_IGN)
         app.pool.close()
         for folder in app.tally.folders:
-            _sum_up(folder, stops.signal is None)
-    return exit_status(app.tally.statuses, app.tally.until_limit)
+            _sum_up(folder)
+    return app.tally.exit_status()
 
 
-def _sum_up(folder: Path, whole: bool) -> None:
-    """Print the table of a sweep and, of a `whole` one, where its page is and what was compared."""
+def _sum_up(folder: Path) -> None:
+    """Print the table of a sweep and, of one that was not stopped, where its page is and what was compared."""
     from runner.command import verdicts
     from runner.output import display, summary
     from runner.report import page
 
     display.sweep_table(summary.sweep_rows(folder))
     display.out.print(f"Sweep: {folder}", soft_wrap=True)
-    for line in [page.at_end_of_sweep(folder), *verdicts(folder)] if whole else []:
+    for line in [page.at_end_of_sweep(folder), *verdicts(folder)] if not stopped else []:
         display.out.print(line, soft_wrap=True, markup=False)
-
-
-def _hydra(task: Any, flags: list[str], arguments: list[str]) -> None:
-    """Run Hydra's program, whose parser wants all flags together."""
-    import hydra
-
-    from runner import app
-    from runner.config.values import InvalidConfig, message
-
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # so that Hydra raises its errors instead of printing them
-    sys.argv[1:] = flags + arguments
-    try:
-        hydra.main(version_base="1.3", config_path="pkg://runner.conf", config_name="config")(task)()
-    except ValueError as error:  # flags that do not go together
-        if error is app.tally.error:
-            raise
-        raise InvalidConfig(message(error)) from None
 
 
 if __name__ == "__main__":

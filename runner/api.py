@@ -17,16 +17,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException
-from hydra.types import TaskFunction
 from omegaconf.errors import OmegaConfBaseException
 
 from runner import app
-from runner.command import command
+from runner.command import perform
 from runner.config import folders
 from runner.config.values import InvalidConfig, message
 from runner.output import columns, reader, terminal
@@ -37,7 +35,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-MULTIRUN = "hydra.mode=MULTIRUN"  # which Hydra's command line sets for -m
 _one_call = threading.Lock()  # Hydra's state and the consoles are the process's
 
 
@@ -47,9 +44,8 @@ def run(given: Sequence[str] = (), quiet: bool = True) -> Result:
 
     Raises InvalidConfig (a ValueError) with one line for overrides that break a rule, and OSError where nothing can be
     written."""
-    with _hydra(given, False, quiet) as (hydra, task, texts):
-        done = hydra.run("config", task, texts, with_log_configuration=False)
-    return _result(done)
+    (result,) = _results(given, False, quiet)
+    return result
 
 
 def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
@@ -57,9 +53,7 @@ def multirun(given: Sequence[str], quiet: bool = True) -> list[Result]:
     An impossible combination is a result with the status `invalid`. The runs' folders lie in one folder, with the summary.
 
     Raises as `run`."""
-    with _hydra(given, True, quiet) as (hydra, task, texts):
-        batches = hydra.multirun("config", task, [*texts, MULTIRUN], with_log_configuration=False)
-        return [_result(done) for batch in batches for done in batch]
+    return _results(given, True, quiet)
 
 
 def load(*where: str | Path) -> pd.DataFrame:
@@ -86,20 +80,8 @@ def close() -> None:
     app.pool.close()
 
 
-def _result(done: Any) -> Result:
-    """The recorded result of one of Hydra's jobs. Raises the job's error."""
-    _ = done.return_value
-    folder = Path(done.hydra_cfg.hydra.runtime.output_dir)
-    result = reader.read_result(folder)
-    if result is None or isinstance(result, UnreadableFile):
-        raise OSError(f"the result was removed or cannot be read: {result}")
-    return result
-
-
-@contextmanager
-def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[Any, TaskFunction, list[str]]]:
-    """Hydra for one call, with the overrides as it needs them. Its errors become InvalidConfig. What ends the call ends the
-    worlds, too: one may be in the middle of a job."""
+def _results(given: Sequence[str], multirun: bool, quiet: bool) -> list[Result]:
+    """The recorded results of a command. What ends the call ends the worlds, too: one may be in the middle of a job."""
     if isinstance(given, str):
         raise InvalidConfig(f"{given!r}: give a list of overrides, as [{given!r}]")
     if "dry_run=true" in given:
@@ -108,26 +90,32 @@ def _hydra(given: Sequence[str], multirun: bool, quiet: bool) -> Iterator[tuple[
         )
     atexit.register(close)
     try:
-        with _one_call, _undone(quiet), command(folders.resumed(given), multirun) as (task, texts):
-            try:
-                with initialize_config_module("runner.conf", version_base="1.3"):
-                    yield GlobalHydra.instance().hydra, task, texts
-            except BaseException:
-                close()
-                raise
+        with _one_call, _undone(quiet):
+            return [_result(folder) for folder in perform(folders.resumed(given), multirun)]
+    except InvalidConfig:
+        raise
     except (HydraException, OmegaConfBaseException) as error:
         raise InvalidConfig(message(error)) from None
+    except BaseException:
+        close()
+        raise
+
+
+def _result(folder: Path) -> Result:
+    result = reader.read_result(folder)
+    if result is None or isinstance(result, UnreadableFile):
+        raise OSError(f"the result was removed or cannot be read: {result}")
+    return result
 
 
 @contextmanager
 def _undone(quiet: bool) -> Iterator[None]:
-    """Leaves the caller's Hydra, its filters of warnings and our consoles as they were."""
+    """Leaves the caller's Hydra and our consoles as they were."""
     around, out, err = GlobalHydra.instance().hydra, terminal.out.quiet, terminal.err.quiet
     try:
         GlobalHydra.instance().hydra = None
         terminal.out.quiet, terminal.err.quiet = quiet or out, quiet or err
-        with warnings.catch_warnings():
-            yield
+        yield
     finally:
         GlobalHydra.instance().hydra = around
         terminal.out.quiet, terminal.err.quiet = out, err

@@ -4,14 +4,11 @@ sweep is, the lengths that failed, its folders. No torch in this process."""
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.markup import escape
 
@@ -20,7 +17,7 @@ from runner.config import folders
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import identity, run_name, series, usable_gpus
-from runner.config.values import InvalidConfig, UnsupportedHere, plain, redacted
+from runner.config.values import InvalidConfig, UnsupportedHere, plain
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.worlds import Pool
@@ -34,7 +31,7 @@ LIMITS = ("oom", "timeout", "crash")  # statuses that end a series of lengths
 
 
 class Tally:
-    """Of one command of this process. runs: None where another program counts them. error: why the command cannot go on."""
+    """Of one command of this process. runs: None where another program counts them. jobs: those of another launcher."""
 
     def __init__(self) -> None:
         self.runs: int | None = None
@@ -45,7 +42,7 @@ class Tally:
         self.statuses: list[str] = []
         self.until_limit = False  # a run that ends out of memory is no failure
         self.folders: list[Path] = []  # of sweeps
-        self.error: Exception | None = None
+        self.jobs: Sequence[Sequence[str]] = ()
         self._failed: dict[str, tuple[int, str]] = {}  # the shortest length that failed and how, by series
 
     def expect(self, by_name: Mapping[str, float]) -> None:
@@ -89,6 +86,14 @@ class Tally:
         left = self.seconds_left()
         return text if not left else f"{text}, about {seconds(left)} left"
 
+    def exit_status(self) -> int:
+        """1 when a run failed, where out of memory is no failure with `until_limit`; else 0 when a run is ok or there was none,
+        2 when all are invalid, and 1 when none could be done here."""
+        statuses = {*self.statuses}
+        if not statuses or "ok" in statuses:
+            return int(bool(statuses - {"ok", *plan.SKIPPED, *["oom"] * self.until_limit}))
+        return 2 if statuses == {"invalid"} else 1
+
     def note_failure(self, cfg: DictConfig, status: str, reason: str | None) -> None:
         """Remembers the length of a run that failed, for `beyond_limit`."""
         if status in LIMITS and cfg.seq_len is not None:
@@ -128,24 +133,12 @@ class Unfinished:
         return self.result.timing.rounds
 
 
-def execute(cfg: DictConfig, compared: int = 1) -> Unfinished | None:
-    """Does one of Hydra's jobs: a whole run, or the first round of a run that takes turns with others. A run that fails is
-    recorded as a result and raises nothing. compared: the number of runs that a sweep compares, including this one.
-    Returns the run if it has rounds still to do. An error that ends the command is `tally.error`: Hydra would print it."""
-    try:
-        return _execute(cfg, compared)
-    except Exception as error:
-        tally.error = error
-        return None
-
-
-def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
-    hydra = HydraConfig.get()
-    folder, number = Path(hydra.runtime.output_dir), hydra.job.num if hydra.mode == RunMode.MULTIRUN else None
-    with results.writing(folder.parent):
-        for path in (folder.parent / folders.PLAN, *folder.glob(f"{hydra.output_subdir}/*.yaml")):
-            if path.is_file():
-                _redact(path)
+def execute(
+    cfg: DictConfig, folder: Path, overrides: Sequence[str], number: int | None = None, compared: int = 1
+) -> Unfinished | None:
+    """Does a whole run, or the first round of a run that takes turns with others. A run that fails is recorded as a result and raises
+    nothing. number: of the run in its sweep. compared: the number of runs that the sweep compares, including this one. Returns
+    the run if it has rounds still to do."""
     if number is not None and cfg.resume:
         try:
             status = "ok" if plan.kept(folder, identity(cfg)) else None
@@ -160,15 +153,8 @@ def _execute(cfg: DictConfig, compared: int) -> Unfinished | None:
             return None
     seed = folders.seed(None if number is None else folder.parent)
     result = run(cfg, folder, seed, "" if number is None else f"run {tally.place(number)}", compared)
-    about = replace(result.environment, overrides=list(hydra.overrides.task))
+    about = replace(result.environment, overrides=[*overrides])
     return _recorded(replace(result, environment=about), number)
-
-
-def _redact(path: Path) -> None:
-    """Take what looks like a secret out of a file that Hydra wrote."""
-    value = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    if redacted(value) != value:
-        path.write_text(yaml.safe_dump(redacted(value), sort_keys=False, allow_unicode=True))
 
 
 def _gpus(key: str, spec: Experiment) -> dict[str, Any]:

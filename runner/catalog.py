@@ -57,7 +57,7 @@ CATEGORIES = ["default", "small", "medium", "large", "gqa", "zigzag", "model", "
 
 def config() -> Iterator[Cells]:
     """The workloads by category and size, with their FLOPs and the memory of q, k and v."""
-    configs = [overrides.composed([f"config={name}"]) for name in overrides.groups()["config"]]
+    configs = [overrides.composed([f"config={name}"]) for name in schema.groups()["config"]]
 
     def place(cfg: DictConfig) -> tuple[int, int]:
         return CATEGORIES.index(cfg.category), math.prod(cfg[key] or 0 for key in ("seq_len", "batch", "heads"))
@@ -98,7 +98,7 @@ def cost(given: list[str]) -> Choices:
 def _costs(given: list[str]) -> Iterator[Cells]:
     asked = [name for text in given if text.startswith("attention=") for name in text.partition("=")[2].split(",")]
     options = OmegaConf.from_dotlist([text for text in given if text.startswith("attention.")])
-    composed = overrides.check(["hardware=cuda", *given], True)
+    composed = overrides.composed(overrides.jobs(["hardware=cuda", *given])[0])
     if AUTO in asked:
         yield AUTO, *[""] * 6, "those of the variant that it takes when it runs"
     for name, v in everything().items():
@@ -215,7 +215,7 @@ def key() -> Iterator[Cells]:
         if prefix != "-" and (parts := re.match(r"    (\w+): [^=]+ = (.+?)(?:  # (.*))?$", line)):
             name, default, comment = parts.groups()
             default = default.removeprefix("field(default_factory=lambda: ").rstrip(")").strip('"')
-            if name not in overrides.groups() and default != "MISSING":
+            if name not in schema.groups() and default != "MISSING":
                 yield f"{prefix}{name}", {"None": "null"}.get(default, default.lower()), comment or ""
 
 
@@ -231,7 +231,7 @@ def group(name: str) -> Iterator[Cells]:
 def _files(group: str) -> Iterator[tuple[str, str, dict[str, Any]]]:
     """The choices of a group: name, the comments of its file, and its values."""
     root = resources.files("runner.conf") / group
-    for choice in overrides.choices_of(group):
+    for choice in schema.groups()[group]:
         text = (root / f"{choice}.yaml").read_text()
         comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#") and "@package" not in line]
         values: Any = OmegaConf.to_container(OmegaConf.create(text))
@@ -277,7 +277,7 @@ LISTS = {
     "transport": Choices("Transports on this machine: transport=NAME", HERE, transport),
     "key": Choices("Keys: KEY=VALUE", ("key", "default", "what it is"), key),
 }
-LISTS |= {name: _group(name) for name in (*overrides.groups(), "topology") if name not in LISTS}
+LISTS |= {name: _group(name) for name in schema.groups() if name not in LISTS}
 
 
 def main(arguments: list[str]) -> int:
@@ -288,7 +288,6 @@ def _main(arguments: list[str]) -> int:
     parser = commands.parser("runner.catalog", __doc__)
     parser.add_argument("lists", nargs="*", metavar="LIST", help="one of those above; by default all")
     names = parser.parse_args(arguments).lists
-    resolve.register()
     if names[:1] == ["cost"]:
         cost(names[1:]).show()
         return 0

@@ -1,4 +1,4 @@
-"""A command: its overrides are checked, its folder is made, and Hydra does its runs, in this process or as the jobs of another launcher:
+"""A command: its overrides are checked, its folder is made, and its runs are done, in this process or as the jobs of another launcher:
 submitit on a Slurm cluster, ray, or joblib on this machine's CPU. Such a job is a process of its own, with worlds of its own
 that end with it; all write into the folder of the sweep.
 
@@ -14,19 +14,20 @@ each combination of its other keys. What both runs of a pair have in common in a
 from __future__ import annotations
 
 import importlib.util
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from hydra import initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.types import TaskFunction
 from omegaconf import DictConfig
 
-from runner import app, environment, plan, rounds
+from runner import app, environment, plan, rounds, sweep
 from runner.config import folders, overrides, place, resolve
-from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, message, shown
+from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, shown
 from runner.launch.parents import Head, follow
 from runner.output import reader, results, summary
 from runner.rounds import INTERLEAVED
@@ -44,58 +45,54 @@ PLUGINS = {  # by launcher: the package that brings it, and our extra
 }
 CHOICE = "hydra/launcher="
 
-resolve.register()  # a job's process imports this module, and then composes
 
-
-@contextmanager
-def command(arguments: Sequence[str], multirun: bool) -> Iterator[tuple[TaskFunction, list[str]]]:
-    """What surrounds the runs of a command. Yields what Hydra calls for each of them, and the overrides as Hydra needs them.
+def perform(arguments: Sequence[str], multirun: bool) -> list[Path]:
+    """Does the runs of a command. Returns their folders, in the order of its overrides.
 
     Raises InvalidConfig and errors of Hydra and OmegaConf for overrides that break a rule, before anything is written, and
     CannotWrite where nothing can be."""
-    resolve.register()
     app.begin()
     where = "."
-    # Hydra only warns of a searchpath that does not exist
-    warnings.filterwarnings("error", "provider=hydra.searchpath", UserWarning)
     try:
-        cfg = overrides.check(arguments, multirun)
-        elsewhere = launcher(arguments) in PLUGINS
+        jobs = overrides.jobs(arguments, multirun)
+        cfg, elsewhere = overrides.composed(jobs[0]), launcher(arguments)
         where = cfg.output
         if not where:
             raise InvalidConfig("output=: must be a folder; give output=DIR, or leave it out for output=outputs")
         if not multirun:
             with suppress(UnsupportedHere):  # which is recorded
                 plan.possible(cfg, resolve.usable_gpus(cfg), folders.fresh_seed())
-            folder = folders.create(Path(where, "runs"), folders.now())
-            run_dir = folders.quoted(f"{folder}/${{run_name:}}")
-            yield app.execute, [f"hydra.run.dir={run_dir}", *arguments]
-        else:
-            folder = folders.sweep_folder(arguments) or folders.create(Path(where, "multirun"), folders.now())
-            with folders.locked(folder):
-                folders.record_seed(folder)
-                texts = overrides.for_each_run(arguments)
-                # a job elsewhere may have another working folder
-                yield execute if elsewhere else app.execute, [*texts, folders.SWEEP + folders.quoted(folder.absolute())]
-                if elsewhere:
-                    app.tally.folders.append(folder)
-                    app.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
-                    summary.summarize_sweep(folder)
-    except UserWarning as error:
-        raise InvalidConfig(f"{message(error)} Give a folder that exists, or pkg://PACKAGE") from None
+            return sweep.launch(jobs, folders.create(Path(where, "runs"), folders.now()), multirun)
+        folder = folders.sweep_folder(arguments) or folders.create(Path(where, "multirun"), folders.now())
+        with folders.locked(folder):
+            folders.record(folder, arguments)
+            return _elsewhere(jobs, folder, arguments) if elsewhere else sweep.launch(jobs, folder, multirun)
     except OSError as error:
         if isinstance(error, (CannotWrite, HydraException)):
             raise
         raise CannotWrite(results.cannot_write(shown(str(error.filename or where)), error)) from None
-    if app.tally.error is not None:
-        raise app.tally.error
+
+
+def _elsewhere(jobs: Sequence[Sequence[str]], folder: Path, arguments: Sequence[str]) -> list[Path]:
+    """Does the runs of a sweep as jobs of another launcher. Raises what a job raised."""
+    app.tally.jobs = jobs
+    own = [text for text in arguments if text.lstrip("+").startswith(overrides.HYDRA)]
+    where = folders.SWEEP + folders.quoted(folder.absolute())  # a job may have another working folder
+    with initialize_config_module("runner.conf", version_base="1.3"):
+        hydra: Any = GlobalHydra.instance().hydra
+        given = [*own, "hydra/sweeper=attention_runner", "hydra.mode=MULTIRUN", where]
+        done = hydra.multirun("config", execute, given, with_log_configuration=False)
+    app.tally.folders.append(folder)
+    app.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
+    summary.summarize_sweep(folder)
+    return [job.return_value for job in done]
 
 
 def launcher(arguments: Sequence[str]) -> str:
     """The launcher that a command line names, or none. Raises InvalidConfig where it cannot start runs here."""
     name = next((text.removeprefix(CHOICE) for text in reversed(arguments) if text.startswith(CHOICE)), "")
     if name not in PLUGINS:
-        return name
+        return name.removeprefix("basic")  # Hydra's own, which is this process
     plugin, extra = PLUGINS[name]
     if not _installed(plugin):
         raise InvalidConfig(f"{CHOICE}{name}: not installed; pip install -e '.[{extra}]', or leave it out")
@@ -138,17 +135,18 @@ def one_of_several(found: place.Place | None, program: Callable[[], int]) -> int
         place.join(None)
 
 
-def execute(cfg: DictConfig) -> None:
-    """One job of another launcher, which may have several processes."""
+def execute(cfg: DictConfig) -> Path:
+    """One job of another launcher, which may have several processes. Returns the folder of its run."""
+    hydra = HydraConfig.get()
+    folder = Path(hydra.runtime.output_dir)
 
     def program() -> int:
-        app.execute(cfg)
+        app.execute(cfg, folder, hydra.overrides.task, hydra.job.num)
         app.pool.close()
         return 0
 
     one_of_several(place.from_environment(), program)
-    if app.tally.error is not None:
-        raise app.tally.error
+    return folder
 
 
 PREFIX = "ab="
@@ -163,7 +161,7 @@ def expand(arguments: Sequence[str]) -> list[str]:
             texts.append(text)
             continue
         key, _, both = text.removeprefix(PREFIX).partition(":")
-        if not key or not both or len({*map(str, overrides.values(overrides.parse(f"{key}={both}")))}) != 2:
+        if not key or not both or len({*overrides.values(overrides.parse(f"{key}={both}"), True)}) != 2:
             raise InvalidConfig(
                 f"{shown(text)}: must be ab=KEY:FIRST,SECOND, two different values; for instance ab=kernel:sdpa_flash,math"
             )

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,12 +159,11 @@ def _ranks(step: Result) -> list[RankMemory]:
     return step.memory.by_rank if step.memory else []
 
 
-def search(arguments: list[str], pool: Pool, folder: Path) -> list[Row]:
-    """A row for each combination of a sweep's values, named by what differs between them."""
-    rows, jobs = [], overrides.jobs(arguments)
-    swept = plan.swept(jobs)
+def search(jobs: Sequence[tuple[str, ...]], pool: Pool, folder: Path) -> list[Row]:
+    """A row for each run of a sweep, named by what differs between them."""
+    rows, swept = [], plan.swept(jobs)
     for job in jobs:
-        rows.append(row := Row(" ".join(text for text in job if text in swept)))
+        rows.append(row := Row(" ".join(text for text in job if text in swept or len(jobs) == 1)))
         try:
             Search(pool, overrides.composed(job), row, folder / "run.log").run()
         except (InvalidConfig, UnsupportedHere) as error:
@@ -180,12 +179,12 @@ def _main(arguments: list[str]) -> int:
     parser = commands.parser("runner.max_seq", __doc__)
     parser.add_argument("overrides", nargs="+", metavar="KEY=VALUE")
     arguments = parser.parse_args(arguments).overrides
-    resolve.register()
-    output = overrides.check(arguments, True).output
+    jobs = overrides.jobs(arguments)
+    output = overrides.composed(jobs[0]).output
     started = time.monotonic()
     with results.writing(Path(output)), Pool() as pool:
         folder = folders.create(Path(output) / "max_seq", folders.now())
-        rows = search(arguments, pool, folder)
+        rows = search(jobs, pool, folder)
         surroundings = environment.host() | environment.period(started)
         about = {"schema_version": 1, "overrides": arguments, "precision": PRECISION, "environment": surroundings}
         text = json.dumps(about | {"rows": [asdict(row) for row in rows]}, indent=1, default=str)

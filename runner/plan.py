@@ -137,9 +137,9 @@ def swept(jobs: Sequence[Sequence[str]]) -> set[str]:
 
 def dry_run(arguments: Sequence[str], multirun: bool) -> None:
     """Print what a command would do. Raises InvalidConfig."""
-    given = overrides.jobs(arguments) if multirun else [tuple(arguments)]
+    jobs = overrides.jobs(arguments, multirun)
     with terminal.err.status("planning"):
-        planned = made(given, folders.sweep_folder(arguments), check_kernels=True)
+        planned = made(jobs, folders.sweep_folder(arguments), check_kernels=True)
     show(planned)
 
 

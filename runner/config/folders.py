@@ -11,13 +11,13 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import yaml
 
 from runner.config import overrides
-from runner.config.values import InvalidConfig, shown
+from runner.config.values import InvalidConfig, redacted, shown
 from runner.reading import read_text
 
-PLAN = "multirun.yaml"  # what Hydra writes into a sweep's folder
+PLAN = "multirun.yaml"  # the file of a sweep's folder with its overrides, in the form in which Hydra writes them
 SWEEP = "hydra.sweep.dir="
 SEED = "seed"  # the file of a sweep's folder with the seed of its inputs, which all its runs share
 SEEDS = 1 << 31
@@ -42,8 +42,8 @@ def create(parent: Path, name: str) -> Path:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other sweeps out of this sweep's folder, by the file that Hydra writes there. Raises InvalidConfig where another one
-    has it, OSError where nothing can be locked."""
+    """Keep other sweeps out of this sweep's folder, by its file PLAN. Raises InvalidConfig where another one has it, OSError
+    where nothing can be locked."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / PLAN, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -71,9 +71,11 @@ def seed(folder: Path | None) -> int:
     return fresh_seed()
 
 
-def record_seed(folder: Path) -> None:
-    """So all runs of a sweep have the same inputs, also if it is resumed or done by several programs."""
+def record(folder: Path, arguments: Sequence[str]) -> None:
+    """Write the seed, so that all runs of a sweep have the same inputs, also if it is resumed or done by several programs, and the
+    sweep's overrides, without secrets."""
     (folder / SEED).write_text(f"{seed(folder)}\n")
+    (folder / PLAN).write_text(yaml.safe_dump({"hydra": {"overrides": {"hydra": [], "task": redacted([*arguments])}}}))
 
 
 def sweep_folder(arguments: Sequence[str]) -> Path | None:
@@ -98,10 +100,10 @@ def resumed(arguments: Sequence[str]) -> list[str]:
     if not path.is_file() or not path.stat().st_size:
         reason = f"no {PLAN} there; give the folder of a sweep, or resume=true with the sweep's overrides"
         raise InvalidConfig(f"resume={shown(given[-1])}: {reason}")
-    earlier = OmegaConf.select(OmegaConf.load(path), "hydra.overrides")
+    earlier = yaml.safe_load(path.read_text())["hydra"]["overrides"]
     both = [
         text
-        for text in (*earlier.hydra, *earlier.task, *arguments)
+        for text in (*earlier["hydra"], *earlier["task"], *arguments)
         if not text.startswith(("resume=", SWEEP, "hydra.mode="))
     ]
     return [*both, "resume=true", f"{SWEEP}{quoted(given[-1])}"]

@@ -18,7 +18,6 @@ from attention.variants.registry import AUTO
 from runner import environment
 from runner.config import schema
 from runner.config.experiment import NONE, Experiment
-from runner.config.overrides import groups
 from runner.config.rules import attention, machine, model
 from runner.config.values import FINITE, InvalidConfig, above_zero, one_of, plain, shown, whole
 from runner.peers import everything, variant
@@ -56,12 +55,10 @@ ABOVE_ZERO = {  # numbers by the most that they may be
 }
 
 
-def register() -> None:
-    """Make the schema and the names of folders known to Hydra."""
-    ConfigStore.instance().store(name="schema", node=schema.RunConf)
-    if not OmegaConf.has_resolver("run_name"):
-        OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)))
-        OmegaConf.register_new_resolver("per_rank", lambda n, *, _root_: per_rank(_root_, n))
+# whoever composes imports this module
+ConfigStore.instance().store(name="schema", node=schema.RunConf)
+OmegaConf.register_new_resolver("run_name", lambda *, _root_: run_name(_root_, usable_gpus(_root_)), replace=True)
+OmegaConf.register_new_resolver("per_rank", lambda n, *, _root_: per_rank(_root_, n), replace=True)
 
 
 def per_rank(cfg: DictConfig, n: int) -> int:
@@ -141,7 +138,7 @@ def _check_values(cfg: DictConfig) -> None:
 def _check_names(cfg: DictConfig) -> None:
     one_of("attention", cfg.attention.get("name"), [AUTO, *everything()])
     for group in ("kernel", "transport", "dtype", "mask", "tracker"):
-        one_of(group, cfg[group].get("name"), groups()[group])
+        one_of(group, cfg[group].get("name"), schema.groups()[group])
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
 
 from runner.models import PRESETS
 
+CONF = Path(__file__).parents[1] / "conf"
 TIMING_METHODS = ("simple", "warmup", "adaptive", "cudagraph", "profiler")
 MODELS = ("none", *PRESETS, "hf")
 MODES = ("forward", "forward_backward")  # of attention alone
@@ -151,3 +154,12 @@ class RunConf:
     resume: bool = False  # keep the runs that are done; resume=FOLDER on the command line
     dry_run: bool = False  # show what would be run, and end
     output: str = "outputs"  # the folder of all results
+
+
+@cache
+def groups() -> dict[str, list[str]]:
+    """Every config group's choices: the folders of conf/, each with a file a choice. Not to be changed."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(CONF.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, []).append(path.stem)
+    return found

@@ -7,16 +7,20 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
-from runner.config.values import CannotWrite, message
+from runner.config.values import CannotWrite, message, shown
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """In one line, with what there is."""
+        self.exit(2, f"error: {shown(message)}; {' '.join(self.format_usage().split())}\n")
 
 
 def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     """A parser for `python -m module`, whose --help begins with `about`."""
-    return argparse.ArgumentParser(
-        prog=f"python -m {module}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    return Parser(prog=f"python -m {module}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 class Output:

@@ -15,7 +15,7 @@ from typing import Any
 
 from attention.errors import nearest
 from attention.variants.registry import VARIANTS
-from runner.config import overrides, resolve
+from runner.config import overrides
 from runner.config.values import InvalidConfig, UnsupportedHere, whole
 from runner.output import commands, terminal
 from runner.predict import topologies, validation
@@ -106,8 +106,8 @@ def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Clu
     for name in variants:
         if name not in VARIANTS:
             raise ValueError(f"attention={name}: not a variant that the model knows; {nearest(name, VARIANTS)}")
-    resolve.register()
-    cfg = overrides.check(["hardware=cuda", "attention=auto", *rest], multirun=False)
+    (job,) = overrides.jobs(["hardware=cuda", "attention=auto", *rest], multirun=False)
+    cfg = overrides.composed(job)
     by = dict(validation.stored().factors)
     predictions: list[Row] = []
     for world, length in product(_numbers("world_size", own), _numbers("seq_len", own) or [None]):

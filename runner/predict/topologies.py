@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from attention.errors import nearest
-from runner.config.overrides import choices_of
+from runner.config.schema import groups
 from runner.costs import links
 from runner.costs.hardware import DEFAULTS, Ceilings, Machine
 from runner.costs.links import Link, Measured
@@ -64,7 +64,7 @@ class Cluster(Topology):
 
 def named(name: str) -> Cluster:
     """Raises ValueError for an unknown name."""
-    if name not in (names := choices_of("topology")):
+    if name not in (names := groups()["topology"]):
         raise ValueError(f"topology={name}: not a topology; {nearest(name, names)}")
     text = (resources.files("runner.conf") / "topology" / f"{name}.yaml").read_text()
     values: Any = OmegaConf.to_container(OmegaConf.create(text))

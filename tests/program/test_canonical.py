@@ -5,7 +5,7 @@ import json
 import pytest
 
 from runner import canonical
-from runner.config import overrides, resolve
+from runner.config import overrides
 from runner.report import runs
 from tests.support.paths import ROOT
 
@@ -15,9 +15,8 @@ PLAN = canonical.plan()
 @pytest.mark.parametrize("gpus", [0, 8])
 @pytest.mark.parametrize("question", PLAN["questions"], ids=lambda question: question["name"])
 def test_every_question_is_a_sweep_that_the_program_takes(question, gpus, tmp_path):
-    resolve.register()
     given = canonical.command(question, PLAN["all"], gpus, tmp_path)
-    assert given[0] == "-m" and overrides.check(given[1:], True)
+    assert given[0] == "-m" and overrides.jobs(given[1:])
     if "per_rank" in question:
         device = "cuda" if gpus else "cpu"
         lengths = [tokens * (gpus or 2) for tokens in question["per_rank"][device]]

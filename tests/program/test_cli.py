@@ -14,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from runner.__main__ import exit_status
+from runner.app import Tally
 from runner.report import charts
 from tests.support.command import SMALL, environment, results_in, run, started_by
 from tests.support.composing import python
@@ -23,6 +23,11 @@ QUICK = ["phases=false", "baseline=none"]
 
 
 def test_the_exit_status_is_zero_when_none_failed_and_a_run_is_ok_or_there_was_none():
+    def exit_status(statuses, until_limit=False):
+        tally = Tally()
+        tally.statuses, tally.until_limit = statuses, until_limit
+        return tally.exit_status()
+
     assert exit_status([]) == exit_status(["invalid", "unsupported", "ok"]) == 0
     assert exit_status(["invalid"]) == 2 and exit_status(["unsupported"]) == exit_status(["invalid", "oom"]) == 1
     assert [exit_status(["ok", failure]) for failure in ("incorrect", "oom", "timeout", "crash")] == [1] * 4
@@ -58,7 +63,7 @@ def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
 def test_what_is_refused_is_one_line_leaves_nothing_and_needs_no_torch(tmp_path, arguments):
     done = python("-X", "importtime", "-m", "runner", *arguments, "hardware=cpu", cwd=tmp_path)
     (line,) = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
-    assert done.returncode == 2 and line.startswith("invalid: ") and arguments[-1] in line
+    assert done.returncode == 2 and line.startswith(("invalid: ", "error: ")) and arguments[-1] in line
     assert not re.search(r"\| +torch$", done.stderr, re.MULTILINE) and not list(tmp_path.iterdir())
 
 
@@ -150,15 +155,16 @@ def test_a_sweep_that_is_interrupted_again_and_again_keeps_what_is_finished_and_
 
 
 UNWINDS_INTO_AN_ERROR = """
-import os, signal, sys, hydra
+import os, signal, sys
+from runner import command
 
-def composing():
+def perform(*_):
     try:
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         raise RuntimeError("a flag was not put back")
 
-hydra.main = lambda **_: lambda _: composing
+command.perform = perform
 import runner.__main__
 sys.argv = ["runner", "output=out"]
 sys.exit(runner.__main__.main())

@@ -10,7 +10,7 @@ QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]
 
 def test_a_sweep_has_the_seed_that_its_folder_records_else_that_of_the_process(tmp_path):
     (tmp_path / "seed").write_text("1234")
-    folders.record_seed(tmp_path)
+    folders.record(tmp_path, [])
     assert folders.seed(tmp_path) == 1234
     for damaged in ("", "x", "-1", "9" * 30):
         (tmp_path / "seed").write_text(damaged)
@@ -41,9 +41,9 @@ def test_a_length_that_failed_ends_its_own_series():
     assert tally.beyond_limit(configured("config=tiny", "seq_len=512")) is None
 
 
-def test_batches_of_hydras_sweeper_are_one_sweep_and_a_folder_in_use_keeps_its_plan(tmp_path):
+def test_a_folder_in_use_keeps_its_plan(tmp_path):
     given = ["-m", f"hydra.sweep.dir='{tmp_path / 's (1)'}'", "attention=ring", *QUICK]
-    done = run(tmp_path, *given, "seq_len=64,128", "hydra.sweeper.max_batch_size=1")
+    done = run(tmp_path, *given, "seq_len=64,128")
     assert done.returncode == 0 and len(results_in(tmp_path / "s (1)")) == 2, done.stderr
     plan = tmp_path / "s (1)" / "multirun.yaml"
     before = plan.read_bytes()

@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from runner.config import resolve
 from runner.config.experiment import Experiment
-from runner.config.overrides import groups
+from runner.config.schema import groups
 
-resolve.register()
 GROUPS = groups()
 PARSER = OverridesParser.create()
 

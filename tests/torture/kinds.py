@@ -88,8 +88,7 @@ def stop(trial: Trial) -> list[str]:
     after_s = trial.rng.uniform(0.5, 15.0)
     trial.notes.append(f"{number.name} after {after_s:.1f} s")
     time.sleep(after_s)
-    if running.process.poll() is None:
-        running.process.send_signal(number)
+    os.kill(running.process.pid, number)  # which may have ended, but is not waited for
     ended = running.wait(60.0)
     results, wrong = trial.results()
     return ended.wrong(0, -number, 128 + number) + wrong + _not_ok(results)

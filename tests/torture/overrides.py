@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from attention.variants.registry import VARIANTS
-from runner.config import resolve
-from runner.config.overrides import composed, groups
+from runner.config.overrides import composed
+from runner.config.schema import groups
 from tests.torture import program
 
 VALUES = (
@@ -42,7 +42,7 @@ HYDRA = (
 FLAGS = (
     ["--cfg", "job"], ["--cfg", "nope"], ["--nope"], ["-x"], ["--resolve"], ["--package", "nope"], ["--info", "nope"],
     ["-m", "--cfg", "job"], ["--config-name", "nope"], ["--config-dir", "/nope"], ["--config-path", "nope"], ["--version"], ["--"],
-    ["--experimental-rerun", "/nope"], ["-sc", "nope=bash"], ["-sc", "install=nope"], ["-h"], ["--hydra-help"], ["-m"],
+    ["-sc", "nope=bash"], ["-sc", "install=nope"], ["-h"], ["-m"],
     ["--cfg", "hydra", "--package", "x"], ["--help", "seq_len=abc"],
 )  # fmt: skip
 OUTPUTS = (
@@ -65,7 +65,6 @@ raise SystemExit(main())
 @cache
 def keys() -> tuple[list[str], list[str]]:
     """Every key that has a value, and every group."""
-    resolve.register()
     cfg: Any = OmegaConf.to_container(composed([]))
     paths = [*cfg, *(f"{group}.{key}" for group, x in cfg.items() if isinstance(x, dict) for key in x), *owners()]
     return [p for p in dict.fromkeys(paths) if p != "output" and p not in groups()], sorted(groups())

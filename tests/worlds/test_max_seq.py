@@ -5,6 +5,7 @@ import json
 import pytest
 
 from runner import max_seq
+from runner.config import overrides
 from runner.max_seq import PRECISION, longest
 from runner.measure.memory_model import needed_bytes
 from tests.support.composing import resolved
@@ -55,7 +56,7 @@ def test_the_predicted_peak_of_a_forward_is_within_10_percent_of_a_process(world
 
 
 def test_the_longest_sequence_is_near_the_prediction(pool, tmp_path):
-    (row,) = max_seq.search(DENSE, pool, tmp_path)
+    (row,) = max_seq.search(overrides.jobs(DENSE), pool, tmp_path)
     assert (row.status, row.reason, row.limit) == ("ok", None, 2**26)
     assert abs(row.predicted / row.longest - 1) < 0.1 and row.error == row.predicted / row.longest - 1
     fitting = {trial["seq_len"]: trial for trial in row.trials if trial["fits"]}
@@ -80,6 +81,6 @@ def test_settings_that_cannot_be_searched_are_rows_with_the_reason(tmp_path, cap
 
 def test_a_search_that_takes_a_cpu_more_than_minutes_is_refused_with_the_way_out(pool, tmp_path):
     given = ["attention=dense", "config=llama3_8b", "world_size=1", "hardware=cpu", "launch.memory_limit_gb=16"]
-    (row,) = max_seq.search(given, pool, tmp_path)
+    (row,) = max_seq.search(overrides.jobs(given), pool, tmp_path)
     assert row.status == "unsupported" and not row.trials
     assert "on this CPU; use a GPU, a smaller launch.memory_limit_gb, or launch.timeout_s=" in row.reason

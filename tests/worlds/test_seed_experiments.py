@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner import app
-from runner.__main__ import split
+from runner.__main__ import parser
 from runner.config import overrides
 from runner.output import display, results, summary
 from runner.record.result import Result
@@ -114,5 +114,5 @@ def test_every_command_of_the_table_of_earlier_suites_is_accepted():
     commands = re.findall(r"`(?:python -m runner )?((?:-m |\+experiment=|attention=\w+ )[^`]*)`", text)
     assert len(commands) > 30
     for command in commands:
-        flags, arguments = split(shlex.split(command))
-        assert overrides.check(arguments, "-m" in flags or overrides.is_sweep(arguments)), command
+        options = parser().parse_intermixed_args(shlex.split(command))
+        assert overrides.jobs(options.overrides, options.multirun or overrides.is_sweep(options.overrides)), command

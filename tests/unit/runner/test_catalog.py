@@ -39,7 +39,6 @@ def test_the_costs_are_of_every_variant_and_worked_out_by_hand(capsys):
 
 
 def test_every_variant_is_configured_as_if_it_were_composed():
-    catalog.resolve.register()
     with initialize_config_module("runner.conf", version_base="1.3"):
         composed = compose("config", overrides=["hardware=cuda", *SIZE])
         for name in everything():

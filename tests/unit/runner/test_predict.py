@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from runner.config.overrides import choices_of
+from runner.config.schema import groups
 from runner.predict import command, validation
 from runner.predict.command import predicted
 from runner.report import runs
@@ -35,7 +35,7 @@ def test_every_world_has_its_fastest_variant_first_and_reasons_last():
     assert "usp with ulysses_size" in why
 
 
-@pytest.mark.parametrize("name", choices_of("topology"))
+@pytest.mark.parametrize("name", groups()["topology"])
 def test_every_topology_predicts(name):
     rows, _ = predicted(["config=llama3_8b", "world_size=4", "seq_len=32768", "attention=ring", f"topology={name}"])
     assert rows[0].ms > 0 and rows[0].peak_bytes > 0

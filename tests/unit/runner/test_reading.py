@@ -5,7 +5,7 @@ import re
 import shlex
 
 from runner import catalog, command, compare, pack
-from runner.__main__ import split
+from runner.__main__ import parser
 from runner.config import overrides
 from runner.output import columns
 from runner.report import command as report
@@ -40,12 +40,14 @@ def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
             continue
         if "+experiment=canonical" in arguments:
             continue
-        flags, texts = split([text for text in arguments if text != "cost"])
-        texts = command.expand(texts)
-        many = "-m" in flags or overrides.is_sweep(texts) or module != ""
-        overrides.check(texts, many)
-        if not many and not flags:
-            resolved(*texts, gpus=GPUS if "hardware=cuda" in texts else 0)
+        if "--help" in arguments or "install=bash" in arguments:
+            continue
+        options = parser().parse_intermixed_args([text for text in arguments if text != "cost"])
+        texts = command.expand(options.overrides)
+        many = options.multirun or overrides.is_sweep(texts) or module != ""
+        (job, *_) = overrides.jobs(texts, many)
+        if not many:
+            resolved(*job, gpus=GPUS if "hardware=cuda" in texts else 0)
 
 
 def test_every_column_is_explained():

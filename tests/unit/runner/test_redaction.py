@@ -63,7 +63,7 @@ QUICK = ("phases=false", "baseline=none", "check.enabled=false", "timing.settle_
 def test_a_command_prints_and_leaves_no_secret(tmp_path, monkeypatch):
     for name, value in {"MY_SECRET": SECRET, "TORCH_URL": f"http://u:{SECRET}@h"}.items():
         monkeypatch.setenv(name, value)
-    seen = ["launch.env={X:${oc.env:MY_SECRET}}", "hydra.job.env_copy=[MY_SECRET,TORCH_URL]", "seq_len=128,-1"]
+    seen = ["launch.env={X:${oc.env:MY_SECRET}}", "launch.endpoint=${oc.env:TORCH_URL}", "seq_len=128,-1"]
     done = run(tmp_path, *QUICK, "-m", *seen, small=False)
     assert SECRET not in done.stdout + done.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -73,5 +73,5 @@ def test_a_command_prints_and_leaves_no_secret(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", [f"launch.evn={{MY_SECRET:{SECRET}}}", f"launch.env={{MY_SECRET:{SECRET}}}}}"])
 def test_a_refused_override_shows_no_secret(text):
     with pytest.raises(InvalidConfig) as refused:
-        overrides.check([text], False)
+        overrides.jobs([text], False)
     assert SECRET not in str(refused.value)

@@ -10,10 +10,10 @@ import pytest
 
 from attention.variants.registry import AUTO, VARIANTS
 from runner.config.experiment import Experiment
-from runner.config.overrides import groups
 from runner.config.resolve import identity, key_of, run_name
 from runner.config.rules.attention import PACKED, real_lengths
 from runner.config.rules.machine import MachineLimits, check_fits, input_bytes
+from runner.config.schema import groups
 from runner.config.values import InvalidConfig, UnsupportedHere
 from runner.output import reader
 from tests.support.composing import composed, resolved
