@@ -17,7 +17,7 @@ from runner.config import folders
 from runner.config.experiment import Experiment
 from runner.config.place import joined
 from runner.config.resolve import identity, run_name, series, usable_gpus
-from runner.config.values import InvalidConfig, UnsupportedHere, plain
+from runner.config.values import InvalidConfig, UnsupportedHere, plain, redacted
 from runner.launch.files import WorldSpec
 from runner.launch.outcome import Outcome
 from runner.launch.worlds import Pool
