@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -33,6 +33,13 @@ def read_regular(path: Path, most: int = MOST_BYTES, follow: bool = True, end: b
 def read_text(path: Path, most: int = MOST_BYTES) -> str:
     """Raises OSError, and ValueError for what is not UTF-8."""
     return read_regular(path, most).decode()
+
+
+def read_yaml(path: Path) -> Any:
+    """Of a file of this package."""
+    import yaml
+
+    return yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
 
 
 def read_parquet(path: Path, columns: list[str] | None = None) -> pa.Table:

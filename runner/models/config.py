@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from attention import masks
 from attention.errors import nearest
 from attention.geometry.options import check_heads
 from attention.masks.mask import Mask
+from runner.reading import read_yaml
 
 CAUSAL = masks.causal()
 
@@ -129,43 +132,18 @@ class Config:
         return replace(self, kinds=tuple(replace(kind, mask=mask) for kind in self.kinds))
 
 
-def _dca(window: int, global_tokens: int, random: int) -> tuple[Kind, ...]:
-    return (Kind(masks.dca(window, global_tokens, random, causal=True)),)
+def _kind(mask: str = "causal", sinks: bool = False, **parameters: Any) -> Kind:
+    return Kind(masks.make(mask, **parameters), sinks)
 
 
-PRESETS = {
-    "decoder_tiny": Config(context=1024, layers=6, heads=8, hidden=512, head_dim=64),
-    "decoder_small": Config(context=2048, layers=12, heads=12, hidden=768, head_dim=64),
-    "decoder_medium": Config(
-        context=4096, layers=24, heads=16, hidden=1024, head_dim=64, kinds=_dca(1024, 128, 64)
-    ),
-    "encoder_decoder_tiny": Config(context=512, layers=6, encoder_layers=6, heads=8, hidden=512, head_dim=64),
-    "encoder_decoder_small": Config(context=1024, layers=12, encoder_layers=12, heads=12, hidden=768, head_dim=64),
-    # One layer of a known model's shapes. The vocabulary is that of bytes, so that the layer is nearly all of the work.
-    "llama3_8b_layer": Config(
-        context=8192, layers=1, heads=32, kv_heads=8, hidden=4096, head_dim=128, mlp=14336, vocabulary=256,
-        rotary_base=500_000.0,
-    ),
-    # gpt-oss-20b, the layer with a window; its 4 active experts of 2880 are one MLP of 11520. A second layer has no window.
-    "gpt_oss_layer": Config(
-        context=8192, layers=1, heads=64, kv_heads=8, hidden=2880, head_dim=64, mlp=11520, vocabulary=256,
-        rotary_base=150_000.0, kinds=(Kind(masks.sliding_window(127), sinks=True), Kind(sinks=True)),
-    ),
-    # DeepSeek-V3, a dense layer
-    "deepseek_layer": Config(
-        context=4096, layers=1, heads=128, hidden=7168, head_dim=192, v_head_dim=128, mlp=18432, vocabulary=256,
-        latent=Latent(q=1536, kv=512, rotary=64),
-    ),
-}  # fmt: skip
+def _config(kinds: Sequence[dict[str, Any]] = ({},), latent: dict[str, int] | None = None, **sizes: Any) -> Config:
+    layers = tuple(_kind(**kind) for kind in kinds)
+    return Config(kinds=layers, latent=Latent(**latent) if latent else None, **sizes)
 
-# window, global tokens and random keys of each preset's sparse attention (Nano XYZ)
-SPARSE = {
-    "decoder_tiny": (256, 32, 16),
-    "decoder_small": (512, 64, 32),
-    "decoder_medium": (1024, 128, 64),
-    "encoder_decoder_tiny": (128, 16, 8),
-    "encoder_decoder_small": (256, 32, 16),
-}
+
+_DECLARED = read_yaml(Path(__file__).with_name("presets.yaml"))
+PRESETS: dict[str, Config] = {name: _config(**sizes) for name, sizes in _DECLARED["presets"].items()}
+SPARSE: dict[str, list[int]] = _DECLARED["sparse"]
 
 
 def preset(name: str, **changes: Any) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from runner.config.experiment import BEST
 from runner.config.rules.attention import setting_label
 from runner.output import columns, reader
 from runner.peers import PEERS, everything
+from runner.reading import read_yaml
 from runner.record.fields import Environment, PassTimes
 from runner.record.result import Asked, Result
 
@@ -28,10 +29,10 @@ BACK_TO_BACK = "back_to_back"
 Key = TypeVar("Key", bound=Hashable)
 
 
-def _named(title: str, phrase: str = "", none: bool = False) -> dict[str, Any]:
-    """About a fact in which runs may differ. title: of its column. phrase: the fact in a sentence. none: whether no value means that
-    there is none, rather than that it is not known."""
-    return {"title": title, "phrase": phrase, "none": none}
+_DECLARED: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("facts.yaml"))
+FACTS: dict[str, str] = {name: about["title"] for name, about in _DECLARED.items()}  # their titles
+PHRASES: dict[str, str] = {name: about["phrase"] for name, about in _DECLARED.items() if "phrase" in about}
+NONE_COUNTS = [name for name, about in _DECLARED.items() if "none" in about]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,30 +40,26 @@ class Run:
     """A result and its facts, which are None where the result does not say them."""
 
     result: Result
-    model: str | None = field(metadata=_named("model", "model {}", none=True))  # None: attention alone
-    attention: str | None = field(metadata=_named("attention"))
-    options: dict[str, Any] = field(metadata=_named("options", none=True))  # as asked: empty for attention=auto
-    world_size: int | None = field(metadata=_named("W", "world size {}"))
-    batch: int | None = field(metadata=_named("batch", "batch {}"))
-    seq_len: int | None = field(metadata=_named("S", "S = {}"))
-    q_len: int | None = field(metadata=_named("queries", "q_len = {}"))
-    heads: str | None = field(metadata=_named("heads", "{} heads (query:KV)"))
-    head_dim: int | None = field(metadata=_named("D", "D = {}"))
-    features: str | None = field(
-        metadata=_named("features", "{}", none=True)
-    )  # what the call has beyond plain attention
-    mask: str | None = field(metadata=_named("mask", "{}"))
-    pack: str | None = field(metadata=_named("pack", "a packed batch of {}", none=True))  # in a few words
-    dtype: str | None = field(metadata=_named("dtype", "{}"))
-    mode: str | None = field(metadata=_named("mode", "{}"))
-    kernel: str | None = field(metadata=_named("kernel", "kernel {}"))  # the one that ran
-    transport: str | None = field(metadata=_named("transport", "transport {}"))
-    graphs: bool | str = field(metadata=_named("graphs", "graphs={}", none=True))
-    replay: str | None = field(
-        metadata=_named("replay", "replay={}")
-    )  # not known of CUDA graphs, and before there was the option
-    timing: str | None = field(metadata=_named("timing", "timing {}"))
-    gpu: str | None = field(metadata=_named("GPU"))
+    model: str | None  # None: attention alone
+    attention: str | None
+    options: dict[str, Any]  # as asked: empty for attention=auto
+    world_size: int | None
+    batch: int | None
+    seq_len: int | None
+    q_len: int | None
+    heads: str | None
+    head_dim: int | None
+    features: str | None  # what the call has beyond plain attention
+    mask: str | None
+    pack: str | None  # in a few words
+    dtype: str | None
+    mode: str | None
+    kernel: str | None  # the one that ran
+    transport: str | None
+    graphs: bool | str
+    replay: str | None  # not known of CUDA graphs, and before there was the option
+    timing: str | None
+    gpu: str | None
     took: str | None  # the variant and options that attention=auto took, or the options that were the best
     config: str | None
     asked_kernel: str | None  # may be auto
@@ -200,11 +197,7 @@ def _pack(asked: Asked) -> str | None:
     return text + (", in a new order each time" if asked.timing.new_packs else "")
 
 
-_DECLARED = {fact.name: fact.metadata for fact in dataclasses.fields(Run)}
-_NAMED = set(_DECLARED) - {"result", "options"}
-FACTS: dict[str, str] = {name: about["title"] for name, about in _DECLARED.items() if about}  # their titles
-PHRASES: dict[str, str] = {name: about["phrase"] for name, about in _DECLARED.items() if about.get("phrase")}
-NONE_COUNTS = [name for name, about in _DECLARED.items() if about.get("none")]
+_NAMED = {fact.name for fact in dataclasses.fields(Run)} - {"result", "options"}
 
 
 def read(folders: Iterable[Path]) -> list[Run]:
