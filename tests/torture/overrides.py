@@ -1,12 +1,7 @@
 """Command lines that nobody would write: wrong values of every key, misspelt keys, forms that Hydra's grammar has, and
 combinations. What is accepted is stopped before a world would start."""
 
-from __future__ import annotations
-
-import random
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -28,7 +23,7 @@ SWEPT = (
     "json_str(1)", "'${nothing}',1",
 )  # fmt: skip
 FORMS = (
-    "{key}", "+{key}=1", "++{key}=1", "~{key}", "~{key}=1", "{key}", "={key}", "{key}==1", "{key}.x=1", "{key}@a=b", "@{key}=1",
+    "{key}", "+{key}=1", "++{key}=1", "~{key}", "~{key}=1", "={key}", "{key}==1", "{key}.x=1", "{key}@a=b", "@{key}=1",
     "{key}:a=b", "{key}[0]=1", ".{key}=1", "{key}.=1", "{key} =1", "{key}= 1", "+{key}.new=1",
 )  # fmt: skip
 HYDRA = (
@@ -40,10 +35,9 @@ HYDRA = (
     "hydra.run.dir=/dev/null/x",
 )  # fmt: skip
 FLAGS = (
-    ["--cfg", "job"], ["--cfg", "nope"], ["--nope"], ["-x"], ["--resolve"], ["--package", "nope"], ["--info", "nope"],
-    ["-m", "--cfg", "job"], ["--config-name", "nope"], ["--config-dir", "/nope"], ["--config-path", "nope"], ["--version"], ["--"],
-    ["-sc", "nope=bash"], ["-sc", "install=nope"], ["-h"], ["-m"],
-    ["--cfg", "hydra", "--package", "x"], ["--help", "seq_len=abc"],
+    "--cfg job", "--cfg nope", "--nope", "-x", "--resolve", "--package nope", "--info nope", "-m --cfg job", "--config-name nope",
+    "--config-dir /nope", "--config-path nope", "--version", "--", "-sc nope=bash", "-sc install=nope",
+    "-h", "-m", "--cfg hydra --package x", "--help seq_len=abc",
 )  # fmt: skip
 OUTPUTS = (
     "output=", "output=null", "output=/dev/null", "output=/proc/x", "output=" + "x" * 300, "output=" + "y/" * 3000,
@@ -63,20 +57,20 @@ raise SystemExit(main())
 
 
 @cache
-def keys() -> tuple[list[str], list[str]]:
+def keys():
     """Every key that has a value, and every group."""
-    cfg: Any = OmegaConf.to_container(composed([]))
+    cfg = OmegaConf.to_container(composed([]))
     paths = [*cfg, *(f"{group}.{key}" for group, x in cfg.items() if isinstance(x, dict) for key in x), *owners()]
     return [p for p in dict.fromkeys(paths) if p != "output" and p not in groups()], sorted(groups())
 
 
 @cache
-def owners() -> dict[str, str]:
+def owners():
     """By the key of an option, a variant that has it."""
     return {f"attention.{option}": name for name, v in VARIANTS.items() for option in v.options.names()}
 
 
-def command_line(rng: random.Random) -> list[str]:
+def command_line(rng):
     """A command line that nobody would write."""
     values, groups = keys()
     key, group = rng.choice(values), rng.choice(groups)
@@ -91,18 +85,18 @@ def command_line(rng: random.Random) -> list[str]:
         4: [*TINY, rng.choice(FORMS).format(key=rng.choice([key, group]))],
         5: [*TINY, f"{group}={rng.choice(VALUES)}"],
         3: [*rng.choice([[], ["-m"]]), *TINY, rng.choice([*HYDRA, *OUTPUTS])],
-        1: [*rng.choice([[], TINY]), *rng.choice(FLAGS)],
+        1: [*rng.choice([[], TINY]), *rng.choice(FLAGS).split()],
         7: [*rng.choice([[], ["-m"]]), *TINY, *pairs],
     }
     return list(rng.choices(list(lines.values()), list(lines))[0])
 
 
-def answer(arguments: list[str], folder: Path) -> program.Ended:
+def answer(arguments, folder):
     """How the program ends with these arguments, stopped before a world starts."""
     return program.start(folder, ["-c", STOPPED, *arguments]).wait(120.0)
 
 
-def wrong(ended: program.Ended) -> list[str]:
+def wrong(ended):
     """What is wrong with how a command line ended: a known status, at most one line of reason, no traceback, and soon."""
     lines = [line for line in ended.err.splitlines() if line.strip()]
     wrong = ended.wrong(0, 1, 2)

@@ -1,15 +1,11 @@
 """The real program, started in a folder of its own, and what it leaves behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +17,7 @@ MARK = "TORTURE"  # an environment variable of everything that a trial starts
 GONE_S = 8.0  # within which everything must have ended
 
 
-def slowed(seconds: float) -> float:
+def slowed(seconds):
     """As long on a machine whose cores are shared."""
     return seconds * min(4.0, max(1.0, os.getloadavg()[0] / cores()))
 
@@ -35,7 +31,7 @@ class Ended:
     err: str
     cpu_s: float
 
-    def wrong(self, *statuses: int) -> list[str]:
+    def wrong(self, *statuses):
         """What is wrong with it, where one of `statuses` was expected."""
         last = next((line[:300] for line in reversed(self.err.splitlines()) if line.strip()), "no reason")
         wrong = [] if self.status in statuses else [f"ended with {self.status}: {last}"]
@@ -47,7 +43,7 @@ class Running:
     process: subprocess.Popen[bytes]
     out: Path
 
-    def wait(self, limit_s: float = 240.0) -> Ended:
+    def wait(self, limit_s=240.0):
         """Wait for its end; one that takes longer is killed."""
         deadline, hung = time.monotonic() + slowed(limit_s), False
         while not (waited := os.wait4(self.process.pid, 0 if hung else os.WNOHANG))[0]:
@@ -60,27 +56,22 @@ class Running:
         return Ended(None if hung else self.process.returncode, *texts, used.ru_utime + used.ru_stime)
 
 
-def start(folder: Path, command: Sequence[str], file_limit: int | None = None) -> Running:
-    """Start Python with these arguments. folder: has its working folder, its temporary files and what it prints. file_limit: the
-    most bytes that it may write into a file."""
+def start(folder, command):
+    """Start Python with these arguments. folder: has its working folder, its temporary files and what it prints."""
     for name in ("work", "tmp"):
         (folder / name).mkdir(exist_ok=True)
     out = folder / f"{len(list(folder.glob('*.out')))}.out"
     variables = {MARK: str(folder), "TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(ROOT)}
 
-    def limit() -> None:
-        if file_limit is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
-
     with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
         process = subprocess.Popen(
             [sys.executable, *command], cwd=folder / "work", env=os.environ | variables, stdout=stdout, stderr=stderr,
-            start_new_session=True, preexec_fn=limit,
+            start_new_session=True,
         )  # fmt: skip
     return Running(process, out)
 
 
-def processes(folder: Path) -> list[int]:
+def processes(folder):
     """The living processes that were started in `folder`, by the environment that they inherit."""
     pids = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -90,7 +81,7 @@ def processes(folder: Path) -> list[int]:
     return pids
 
 
-def left(folder: Path) -> list[str]:
+def left(folder):
     """What is still there after GONE_S. Processes that are left are killed; trackers, which unlink the others' semaphores, end by
     themselves."""
     deadline = time.monotonic() + GONE_S
