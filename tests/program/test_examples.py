@@ -4,7 +4,6 @@ import json
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -15,13 +14,13 @@ import torch
 import attention
 from examples.inner_attention import InnerAttention, VarlenMetadata
 from tests.support.paths import ROOT
+from tests.support.ports import free_port
+
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def run(*command):
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500
-    )
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -38,40 +37,33 @@ def test_a_block_has_the_same_loss_and_gradients_on_one_rank_and_on_two():
 
 
 RUNS = {
-    "train alone": (None, "examples/huggingface_train.py", "--steps", "3"),
-    "train": (2, "examples/huggingface_train.py", "--steps", "3"),
-    "generate alone": (None, "examples/huggingface_generate.py", "--new", "6"),
-    "generate": (2, "examples/huggingface_generate.py", "--new", "6"),
-    "readme": (2, "train.py"),
-    "data parallel": (2, "examples/fsdp2_train.py", "--context-parallel", "1"),
-    "context parallel": (2, "examples/fsdp2_train.py"),
-    "inner attention": (2, "examples/inner_attention.py"),
+    "train alone": "1 examples/huggingface_train.py --steps 3",
+    "train": "2 examples/huggingface_train.py --steps 3",
+    "generate alone": "1 examples/huggingface_generate.py --new 6",
+    "generate": "2 examples/huggingface_generate.py --new 6",
+    "readme": "2 train.py",
+    "data parallel": "2 examples/fsdp2_train.py --context-parallel 1",
+    "context parallel": "2 examples/fsdp2_train.py",
+    "inner attention": "2 examples/inner_attention.py",
 }
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory):
     """What each of RUNS printed on its ranks; those that need transformers are left out without it."""
-    folder = tmp_path_factory.mktemp("readme")
+    readme = tmp_path_factory.mktemp("readme") / "train.py"
     (code,) = re.findall(r"```python\n(# train\.py.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    (folder / "train.py").write_text(code)
+    readme.write_text(code)
     runs = RUNS if find_spec("transformers") else dict(list(RUNS.items())[5:])
-    paths = {"train.py": str(folder / "train.py")}
-    plan = [[ranks and free_port(), *(paths.get(x, x) for x in command)] for ranks, *command in runs.values()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    plan = []
+    for port, line in enumerate(runs.values(), free_port()):
+        ranks, path, *arguments = line.split()
+        plan.append([port if ranks == "2" else None, str(readme) if path == "train.py" else path, *arguments])
+    command = [sys.executable, "-m", "tests.support.examples"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.examples", str(rank), "2", json.dumps(plan)],
-            cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+        subprocess.Popen([*command, rank, "2", json.dumps(plan)], cwd=ROOT, env=ENV, **pipes) for rank in ("0", "1")
+    ]
     found = dict.fromkeys(runs, "")
     for rank in ranks:
         out, errors = rank.communicate(timeout=500)

@@ -2,14 +2,12 @@
 variables, over the loopback."""
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from torch.distributed import PrefixStore, TCPStore
@@ -17,7 +15,7 @@ from torch.distributed import PrefixStore, TCPStore
 from runner.config.place import Place, from_environment
 from runner.config.values import InvalidConfig
 from runner.launch.parents import Head
-from tests.support.command import SMALL
+from tests.support.command import SMALL, results_in
 from tests.support.ports import free_port
 
 QUICK = [*SMALL, "phases=false", "baseline=none", "hardware=cpu", "timing.settle_ms=0"]
@@ -101,9 +99,8 @@ def programs(*starts, apart_s=0.0):
         for before, overrides, variables in starts:
             time.sleep(apart_s if started else 0.0)
             command = [sys.executable, *before, "-m", "runner", *overrides]
-            env = {**os.environ, **{key: str(value) for key, value in variables.items()}}
             pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append(subprocess.Popen(command, env=env, start_new_session=True, **pipes))
+            started.append(subprocess.Popen(command, env=os.environ | variables, start_new_session=True, **pipes))
         yield started
     finally:
         for program in started:
@@ -113,8 +110,7 @@ def programs(*starts, apart_s=0.0):
 
 
 def results(folder):
-    found = [json.loads(path.read_text()) for path in Path(folder).glob("**/result.json")]
-    return sorted(found, key=lambda value: value["environment"]["started_at"])
+    return sorted(results_in(folder).values(), key=lambda value: value["environment"]["started_at"])
 
 
 def end(started, timeout=300):
@@ -130,17 +126,17 @@ def test_two_torchruns_are_one_world_in_either_order_and_a_rank_that_dies_elsewh
         statuses, printed = end(started)
     assert statuses == [1, 1], printed
     ok, died = results(tmp_path)
-    assert ok["status"] == "ok", ok["reason"]
-    assert (ok["experiment"]["world_size"], ok["experiment"]["launch"]["nodes"]) == (4, 2)
+    assert (ok["status"], ok["experiment"]["world_size"], ok["experiment"]["launch"]["nodes"]) == ("ok", 4, 2)
     assert (died["status"], died["failure"]["rank"], died["failure"]["phase"]) == ("crash", 3, "timing")
-    assert "rank 3 was killed by SIGKILL" in died["reason"]
-    assert list(tmp_path.glob("multirun/*/summary.csv"))
+    assert "rank 3 was killed by SIGKILL" in died["reason"] and list(tmp_path.glob("multirun/*/summary.csv"))
 
 
 def by_hand(process, port):
     """The variables of process `process` of two."""
-    local = {"LOCAL_WORLD_SIZE": 2, "LOCAL_RANK": process, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    return {"RANK": process, "WORLD_SIZE": 2, **local}
+    texts = (
+        f"RANK={process} LOCAL_RANK={process} WORLD_SIZE=2 LOCAL_WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT={port}"
+    )
+    return dict(text.split("=") for text in texts.split())
 
 
 def test_a_larger_world_than_was_started_is_refused_by_all(tmp_path):

@@ -21,10 +21,11 @@ def environment(tmp_path):
     return {**os.environ, "TEST_OUTPUT": str(tmp_path)}
 
 
-def run(tmp_path, *arguments, small=True, timeout=300, variables=(), **options):
+def run(tmp_path, *arguments, small=True, timeout=300, variables=(), stdout=subprocess.PIPE, **options):
     command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *arguments]
     env = environment(tmp_path) | dict(variables)
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env, **options)
+    streams = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.run(command, timeout=timeout, env=env, **streams, **options)
 
 
 def results_in(tmp_path):
