@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from runner import environment
-from runner.config.values import InvalidConfig
 from runner.environment import commit_text
 from tests.support.composing import resolved
 from tests.support.paths import ROOT
@@ -70,19 +69,10 @@ def test_tables_say_what_is_known_of_the_commit(git, text):
     assert commit_text(git) == text
 
 
-def test_variables_of_launch_env_are_texts_and_neither_secret_nor_the_launchers():
+def test_variables_of_launch_env_are_texts():
     spec = resolved("launch.env={NCCL_CGA_CLUSTER_SIZE:1,TORCH_NCCL_HIGH_PRIORITY:1}")
     assert spec.launch.variables == {"NCCL_CGA_CLUSTER_SIZE": "1", "TORCH_NCCL_HIGH_PRIORITY": "1"}
     assert resolved("launch.env=null").launch.variables == {}
-    for given, said in (
-        ("{RANK:1}", "launcher's own"),
-        ("{MY_TOKEN:1}", "secret outside"),
-        ("{1a:1}", "must be a name of letters"),
-        ("{A:[1]}", "a text or a number"),
-        ("3", "null or {NAME:value"),
-    ):
-        with pytest.raises(InvalidConfig, match=said):
-            resolved(f"launch.env={given}")
 
 
 def test_a_machine_of_several_kinds_of_gpus_has_the_memory_of_its_largest(tmp_path, monkeypatch):

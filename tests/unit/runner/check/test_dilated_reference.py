@@ -16,35 +16,38 @@ WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("more", [["causal=false"], ["seqlens=[64,100,156]"]])
+@pytest.mark.parametrize("more", ["causal=false", "seqlens=[64,100,156]"])
 def test_the_reference_is_the_definition(way, more):
     chosen = [f"attention.mixing={way[0]}", f"attention.weights={way[1]}"]
-    spec = resolved("attention=dilated", *SMALL, *PAIRS, *chosen, *more, "world_size=1").workload
-    dilation = Dilation(((64, 1), (128, 4)), *way)
+    spec = resolved("attention=dilated", *SMALL, *PAIRS, *chosen, more, "world_size=1").workload
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(320, h, 8, generator=generator).double() for h in (4, 2, 2, 4))
     inputs = [x.unsqueeze(0).requires_grad_() for x in (q, k, v)]
     out, lse = reference(*inputs, (64, 128), (1, 4), *way, spec.causal, spec.cu_seqlens)
     expected = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(out, inputs, dout.unsqueeze(0)), strict=True))
     expected |= {"out": out, "lse": lse.transpose(1, 2).unsqueeze(-1)}
-    tensors = {"q": q, "k": k, "v": v, "dout": dout}
+
+    def of_head(x, head):
+        return x.detach().unflatten(1, (2, -1))[:, head]
+
     for head in range(2):
-        piece = {name: x.unflatten(1, (2, -1))[:, head] for name, x in tensors.items()}
+        piece = {name: of_head(x, head) for name, x in {"q": q, "k": k, "v": v, "dout": dout}.items()}
+        dilation = Dilation(((64, 1), (128, 4)), *way)
         found = dilated.reference(piece, 2 * head, spec, dilation, torch.float64, 1 << 20).values
-        for name, whole in expected.items():
-            own = whole[0].detach().unflatten(1, (2, -1))[:, head]
-            torch.testing.assert_close(found[name], own, rtol=1e-10, atol=1e-12)
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], of_head(x[0], head), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_is_checked_and_another_dilation_does_not_pass(in_world, way):
-    chosen = [f"attention.mixing={way[0]}", f"attention.weights={way[1]}"]
+    mixing, weights = way
+    chosen = [f"attention.mixing={mixing}", f"attention.weights={weights}"]
     spec = resolved("attention=ring_dilated", *SMALL, *PAIRS, *chosen, "world_size=2")
     wrong = [{"rates": [1, 2]}, {"segments": [32, 128]}]
-    wrong += [{"weights": "detached"}] if way == WAYS[1] else [{"weights": "joint"}] if way == WAYS[2] else []
+    if mixing == "longnet":
+        wrong.append({"weights": "detached" if weights == "joint" else "joint"})
     (passed, ratio), *others = in_world(jobs.checked, 2, experiment=spec.plain(), wrong=wrong)
-    assert passed and ratio < 1.5
-    assert not any(passed for passed, _ in others)
+    assert passed and ratio < 1.5 and not any(passed for passed, _ in others)
 
 
 def test_a_result_divided_by_three_passes_in_bf16(in_world):

@@ -1,7 +1,5 @@
 """The gate's reference: its own arithmetic against plain masked softmax with autograd, and what it may import."""
 
-import subprocess
-import sys
 from typing import NamedTuple
 
 import pytest
@@ -10,24 +8,25 @@ import torch
 from attention.masks.band import Band
 from attention.masks.pattern import Pattern
 from runner.check import reference
-from runner.check.reference import Reference, Seen
+from runner.check.reference import Seen
 from tests.support import naive, patterns
+from tests.support.composing import python
 
 
 class Call(NamedTuple):
     """A call's lengths, mask, softcap, sinks `[4]`, head dim of the values, and rectangles."""
 
-    q_lengths: tuple[int, ...]
-    k_lengths: tuple[int, ...]
+    q_lengths: tuple
+    k_lengths: tuple
     causal: bool = False
-    window: tuple[int, int] = (-1, -1)
+    window: tuple = (-1, -1)
     softcap: float | None = None
-    sinks: tuple[float, ...] | None = None
+    sinks: tuple | None = None
     value_dim: int = 16
     rectangles: torch.Tensor | None = None
 
     @property
-    def sink(self) -> torch.Tensor | None:
+    def sink(self):
         return None if self.sinks is None else torch.tensor(self.sinks, dtype=torch.float64)
 
 
@@ -36,9 +35,10 @@ SINKS = (-2.0, 0.5, 3.0, 5.0)
 PACK = (100, 1, 150, 0, 30)
 
 
-def attend(q, k, v, dout, call: Call, **more) -> Reference:
+def attend(*tensors, **more):
+    *tensors, call = tensors
     seen = Seen.band(call.q_lengths, call.k_lengths, call.causal, call.window, call.rectangles)
-    return reference.attend(q, k, v, dout, seen, SCALE, softcap=call.softcap, sinks=call.sink, **more)
+    return reference.attend(*tensors, seen, SCALE, softcap=call.softcap, sinks=call.sink, **more)
 
 
 # cells of a grid, some with a band, and some left out
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def kept(call: Call) -> torch.Tensor:
+def kept(call):
     band, lengths = Band.of(call.causal, call.window), zip(call.q_lengths, call.k_lengths, strict=True)
     keep = torch.block_diag(*(naive.kept(band, *n).int() for n in lengths)).bool()
     if call.rectangles is None:
@@ -108,12 +108,13 @@ def test_a_mask_of_few_keys_far_apart_is_never_a_matrix_of_all_keys():
 
 def test_some_queries_have_their_rows_and_their_share_of_the_rest():
     call = Call((400,), (400,), True, (70, 0), sinks=SINKS)
-    whole = attend(*inputs(call), call).values
-    first, last = (attend(*inputs(call), call, rows=rows).values for rows in (slice(0, 150), slice(150, 400)))
+    q, k, v, dout = inputs(call)
+    first, last, whole = (
+        attend(q, k, v, dout, call, rows=slice(*ends)).values for ends in ((0, 150), (150, 400), (0, 400))
+    )
     for name, x in whole.items():
-        of_rows = name.rstrip("2") in ("out", "dq", "lse")
-        torch.testing.assert_close(torch.cat([first[name], last[name]]) if of_rows else first[name] + last[name], x)
-    q, k, v, _ = inputs(call)
+        join = torch.cat if name.rstrip("2") in ("out", "dq", "lse") else sum
+        torch.testing.assert_close(join([first[name], last[name]]), x)
     assert set(attend(q, k, v, None, call).values) == {"out", "lse", "out2"}
 
 
@@ -122,26 +123,26 @@ def test_a_rows_scale_is_what_random_errors_of_its_terms_make(n):
     """Terms with errors of their own of size u: the row's error over its scale is about u, at every length and row."""
     draw, call = torch.Generator().manual_seed(0), Call((n,), (n,), True, sinks=(3.0,) * 16)
 
-    def noisy(x):
-        return x * (1 + 1e-3 * torch.randn(x.shape, generator=draw, dtype=torch.float64))
+    def random(*size):
+        return torch.randn(*size, generator=draw, dtype=torch.float64)
 
-    q, k, v, dout = (torch.randn(n, h, 16, generator=draw, dtype=torch.float64) for h in (16, 1, 1, 16))
+    def noisy(x):
+        return x * (1 + 1e-3 * random(*x.shape))
+
+    q, k, v, dout = (random(n, h, 16) for h in (16, 1, 1, 16))
     found = attend(q, k, v, dout, call)
-    p = torch.einsum("qhd,kd->qhk", q, k[:, 0] * SCALE).sub(found.values["lse"]).exp() * kept(call).unsqueeze(1)
-    share = (3.0 - found.values["lse"]).exp()
+    out, lse = found.values["out"], found.values["lse"]
+    p = torch.einsum("qhd,kd->qhk", q, k[:, 0] * SCALE).sub(lse).exp() * kept(call).unsqueeze(1)
     results = {
         "out": torch.einsum("qhk,kd->qhd", noisy(p), v[:, 0]),
         "dv": torch.einsum("qhk,qhd->kd", noisy(p), dout)[:, None],
-        "dsinks": -(share * (noisy(found.values["out"]) * dout).sum(-1, keepdim=True)).sum(0, keepdim=True),
+        "dsinks": -((3.0 - lse).exp() * (noisy(out) * dout).sum(-1, keepdim=True)).sum(0, keepdim=True),
     }
     for name, x in results.items():
         rows = (x - found.values[name]).norm(dim=-1) / found.scales(name)
         assert 1e-4 < rows.median() < 2e-3 and rows.max() < 6e-3, name
 
 
-def test_it_shares_nothing_with_the_library():
-    code = (
-        "import sys, runner.check.reference, runner.check.errors\n"
-        "assert not [x for x in sys.modules if x.startswith('attention.')], 'it imports the library'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_it_shares_nothing_with_the_library(tmp_path):
+    code = "import sys, runner.check.reference; print([x for x in sys.modules if x.startswith('attention.')])"
+    assert python("-c", code, cwd=tmp_path).stdout == "[]\n"

@@ -15,11 +15,10 @@ KV = 2 * 2 * HEAD
 SHAPES = Shapes(batch=2, heads=8, kv_heads=2, head_dim=16, itemsize=2)
 
 
-def received(name, lengths, world, backward=False, shapes=SHAPES, mask=CAUSAL, q_tokens=None, **options):
-    cu_seqlens = cumulated(lengths if isinstance(lengths, tuple) else (lengths,))
-    problem = VARIANTS[name].problem(cu_seqlens, world, mask, options, q_tokens)
+def received(name, lengths, world, backward=False, mask=CAUSAL, q_tokens=None, **options):
+    problem = VARIANTS[name].problem(cumulated(lengths), world, mask, options, q_tokens)
     ranks = [
-        dry_run(VARIANTS[name], problem, shapes, options, rank=rank, backward=q_tokens is None)[backward].received
+        dry_run(VARIANTS[name], problem, SHAPES, options, rank=rank, backward=q_tokens is None)[backward].received
         for rank in range(problem.ranks)
     ]
     return without_zeros(ranks)
@@ -32,31 +31,25 @@ def without_zeros(by_rank):
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("world", (1, 4))
 def test_kernel_calls_compute_every_pair_of_the_rank_once(name, world):
-    shapes = Shapes(batch=1, heads=24, kv_heads=12, head_dim=16, itemsize=2, value_dim=8)
-    for problem in problems(VARIANTS[name], world):
+    shapes, variant = Shapes(batch=1, heads=24, kv_heads=12, head_dim=16, itemsize=2, value_dim=8), VARIANTS[name]
+    for problem in problems(variant, world):
         for rank in range(world):
-            passes = dry_run(
-                VARIANTS[name],
-                problem,
-                shapes,
-                rank=rank,
-                packed=len(problem.cu_seqlens) > 2,
-                backward=not VARIANTS[name].decode,
-            )
+            packed = len(problem.cu_seqlens) > 2
+            passes = dry_run(variant, problem, shapes, rank=rank, packed=packed, backward=not variant.decode)
             forward = place_flops(problem, shapes, rank // problem.ulysses)
-            expected = [forward, forward * backward_flops(shapes, 1) // forward_flops(shapes, 1)][: len(passes)]
-            assert [x.flops for x in passes] == expected, (problem, rank)
+            expected = [forward, forward * backward_flops(shapes, 1) // forward_flops(shapes, 1)]
+            assert [x.flops for x in passes] == expected[: len(passes)], (problem, rank)
 
 
 def test_usp_is_an_all_to_all_inside_and_a_ring_of_fewer_kv_heads_across():
     # 4 tokens a rank, groups of 2. In: of 4 others' tokens 4 query heads and one KV head, k and v; back 4 heads.
-    # Across, groups hold 8 tokens: zigzag's first gets all 8 of the later one, the second half of the earlier one's
+    # Across, groups hold 8 tokens: zigzag's first gets all 8 of the later one, the second half of the earlier one's.
+    # In a contiguous ring only the later group needs the earlier one's
     border = {"qkv": 4 * (4 + 2) * HEAD, "out": 4 * 4 * HEAD}
-    first, second = {**border, "kv": 8 * 2 * HEAD}, {**border, "kv": 4 * 2 * HEAD}
-    assert received("usp", 16, 4, ulysses_size=2, ring="zigzag") == [first, first, second, second]
-    # a contiguous ring: only the later group needs the earlier one's
-    first, second = {**border}, {**border, "kv": 8 * 2 * HEAD}
-    assert received("usp", 16, 4, ulysses_size=2, ring="contiguous") == [first, first, second, second]
+    for ring, tokens in (("zigzag", (8, 4)), ("contiguous", (0, 8))):
+        first, second = ({**border, "kv": n * 2 * HEAD} for n in tokens)
+        expected = without_zeros([first, first, second, second])
+        assert received("usp", (16,), 4, ulysses_size=2, ring=ring) == expected
 
 
 def test_llama3_gathers_all_other_slices_and_brings_home_what_was_needed():
@@ -78,7 +71,7 @@ def test_llama3_gathers_all_other_slices_and_brings_home_what_was_needed():
     ids=str,
 )
 def test_a_tree_reduction_moves_partial_results_in_fp32_and_no_keys(options, expected):
-    assert received("tree", 1000, 4, mask=FULL, q_tokens=1, **options) == without_zeros([expected] * 4)
+    assert received("tree", (1000,), 4, mask=FULL, q_tokens=1, **options) == without_zeros([expected] * 4)
 
 
 @pytest.mark.parametrize(
@@ -87,16 +80,13 @@ def test_a_tree_reduction_moves_partial_results_in_fp32_and_no_keys(options, exp
 )
 def test_equal_steps_run_once_and_count_as_often_as_they_are(monkeypatch, name, options, mask):
     problem = VARIANTS[name].problem((0, 4096), 64, mask, options)
-    shapes = Shapes(1, 16, 16, 128, 2)
+    call = VARIANTS[name], problem, Shapes(1, 16, 16, 128, 2), options
 
-    def found(kept: int):
+    def found(kept):
         monkeypatch.setattr(dryrun, "KEPT", kept)
         dryrun.dry_run.cache_clear()
-        both = [
-            dry_run(VARIANTS[name], problem, shapes, options, rank=21, pulls=pulls, backward=True)
-            for pulls in (False, True)
-        ]
-        return [(x.flops, x.received, x.live, x.slots) for passes in both for x in passes], len(both[0][0].events)
+        passes = [x for pulls in (False, True) for x in dry_run(*call, rank=21, pulls=pulls, backward=True)]
+        return [(x.flops, x.received, x.live, x.slots) for x in passes], len(passes[0].events)
 
     few, many = found(4), found(64)
     assert few[0] == many[0] and few[1] <= many[1]

@@ -36,12 +36,6 @@ def test_value_heads_of_another_size_count_in_the_products_that_have_them():
     assert counts.backward_flops(shapes, 36) == 16 * 36 * (3 * 16 + 2 * 8)
 
 
-def test_a_dense_devices_rate_is_of_all_the_work():
-    found = computed("attention=dense", "seq_len=64", "world_size=4")
-    rate = found.flops["forward"] / 2e9
-    assert found.passes["forward"].tflops_per_device == pytest.approx(rate)
-
-
 def test_no_sparsity_is_said_of_a_mixture_that_counts_pairs_several_times():
     mixture = ["attention=dilated", "attention.segments=[16,64]", "attention.rates=[1,2]", *SIZES, "seq_len=64"]
     assert 0 < metrics.sparsity(resolved(*mixture, "heads=2"))["sparsity_ratio"] < 1
@@ -81,37 +75,35 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
             assert by_rank == said[which].bytes_received_by_rank, (spec.variant, spec.workload.seqlens, which)
 
 
-def test_rates_follow_from_the_slowest_ranks_median_and_bytes_from_the_shards_that_the_mask_meets():
-    found = computed("attention=zigzag", ms=MS)
-    # tokens 0 1 6 7 against 2 3 4 5: 1 + 2 + 7 + 8 = 3 + 4 + 5 + 6 pairs
-    assert (found.tokens, found.flops_forward_by_rank) == (16, [18 * FLOP, 18 * FLOP])
-    backward = found.passes["backward"]
-    assert backward.tokens_per_s == pytest.approx(16e3 / MS["backward"])
-    assert backward.tflops_per_device == pytest.approx(46_080 / MS["backward"] / 2 / 1e9)
-    assert found.passes["total"].bytes_received_by_rank == [
-        {"kv": 8 * KV, "dkv": 2 * KV}, {"kv": 4 * KV, "dkv": 4 * KV},
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "tokens", "by_rank"),
+    [
+        # tokens 0 1 6 7 against 2 3 4 5: 1 + 2 + 7 + 8 = 3 + 4 + 5 + 6 pairs
+        ("attention=zigzag", 16, [18 * FLOP] * 2),
+        # 10 keys on 4 ranks, 3, 3, 3 and 1, and 2 queries in each of 2 batch elements
+        ("attention=tree seq_len=10 world_size=4 q_len=2", 4, [FLOP * 2 * n for n in (3, 3, 3, 1)]),
+        # a packed batch has batch 1, which halves the FLOP of a pair. Tokens 0 1 and the first two of six see 1 + 2 + 1 + 2 keys,
+        # the others 3 + 4 + 5 + 6
+        ("attention=llama3 seqlens=[2,6]", 8, [FLOP // 2 * 6, FLOP // 2 * 18]),
+    ],
+)
+def test_work_is_counted_by_rank_and_rates_follow_from_the_slowest_ranks_median(overrides, tokens, by_rank):
+    found = computed(*overrides.split())
+    assert (found.tokens, found.flops_forward_by_rank) == (tokens, by_rank)
+    assert found.flops["forward"] == sum(by_rank)
     forward = found.passes["forward"]
-    assert forward.received_gb_s == pytest.approx(4 * KV / 2e6)  # the rank that receives most
-    assert forward.sol is None
+    assert forward.tokens_per_s == pytest.approx(tokens / 2e-3)
+    assert forward.tflops_per_device == pytest.approx(sum(by_rank) / len(by_rank) / 2e9) and forward.sol is None
 
 
-def test_a_decode_counts_its_queries_and_every_key():
-    # 10 keys on 4 ranks, 3, 3, 3 and 1, and 2 queries in each of 2 batch elements
-    decode = ("seq_len=10", "world_size=4", "q_len=2")
-    found = computed("attention=tree", *decode)
-    assert (found.tokens, found.flops) == (2 * 2, {"forward": FLOP * 2 * 10})
-    assert found.flops_forward_by_rank == [FLOP * 2 * n for n in (3, 3, 3, 1)]
-    forward = found.passes["forward"]
-    assert forward.tflops_per_device == pytest.approx(FLOP * 20 / 4 / 2e9)
+def test_a_dense_devices_rate_is_of_all_the_work():
+    assert computed("attention=dense").passes["forward"].tflops_per_device == pytest.approx(36 * FLOP / 2e9)
 
 
-def test_a_packed_batch_counts_the_pairs_of_its_sequences():
-    # 3 pairs of the sequence of two, 21 of that of six; a packed batch has batch 1, which halves the FLOP of a pair
-    found = computed("attention=llama3", "seqlens=[2,6]")
-    assert (found.tokens, found.flops["forward"]) == (8, FLOP // 2 * 24)
-    # tokens 0 1 and the first two of six see 1 + 2 + 1 + 2 keys, the others 3 + 4 + 5 + 6
-    assert found.flops_forward_by_rank == [FLOP // 2 * 6, FLOP // 2 * 18]
+def test_bytes_are_those_of_the_shards_that_the_mask_meets():
+    passes = computed("attention=zigzag", ms=MS).passes
+    assert passes["total"].bytes_received_by_rank == [{"kv": 8 * KV, "dkv": 2 * KV}, {"kv": 4 * KV, "dkv": 4 * KV}]
+    assert passes["forward"].received_gb_s == pytest.approx(4 * KV / 2e6)  # the rank that receives most
 
 
 # rank 1 has two blocks of 4 queries by 4 keys. One moves q and out, k and v: 4 tokens of 2 * Q + KV bytes each; backward q, out,

@@ -17,10 +17,9 @@ from tests.support.recorded import measured
 def printed(monkeypatch, capsys):
     """What a call prints, in lines of a terminal of that width."""
 
-    def call(show, *arguments, width: int = 400) -> list[str]:
-        monkeypatch.setattr(
-            terminal, "out", Console(width=width, height=25, highlight=False, force_terminal=width < 80)
-        )
+    def call(show, *arguments, width=400):
+        console = Console(width=width, height=25, highlight=False, force_terminal=width < 80)
+        monkeypatch.setattr(terminal, "out", console)
         capsys.readouterr()
         show(*arguments)
         return capsys.readouterr().out.splitlines()
@@ -30,36 +29,31 @@ def printed(monkeypatch, capsys):
 
 def test_a_runs_table_says_what_ran_how_well_and_what_makes_its_times_doubtful(printed):
     value = measured("run")
+    passes, metrics = value["timing"]["passes"], value["metrics"]["passes"]
     value["timing"] |= {"overhead_ms": 0.1, "overhead_share": 0.025, "overhead_high": True}
-    value["timing"]["passes"]["total"] |= {"trend": True, "noisy": True, "iqr_over_median": 0.56}
-    value["baseline"] |= {
-        "passes": {"total": 21.0},
-        "iqr_over_median": {"total": 0.2},
-        "extrapolated": True,
-        "measured_seq_len": 512,
-    }
-    value["metrics"]["passes"]["total"] |= {"sol": 0.05, "limited_by": "communication"}
-    value["metrics"]["passes"]["forward"]["no_sol"] = "283% of what the matrix product measured here allows"
+    passes["total"] |= {"trend": True, "noisy": True, "iqr_over_median": 0.56}
+    base = {"passes": {"total": 21.0}, "iqr_over_median": {"total": 0.2}, "extrapolated": True, "measured_seq_len": 512}
+    value["baseline"] |= base
+    metrics["total"] |= {"sol": 0.05, "limited_by": "communication"}
+    metrics["forward"]["no_sol"] = "283% of what the matrix product measured here allows"
     ran = {"device": "GPU-1", "samples": 9, "throttle_reasons": ["gpu_idle", "sw_power_cap"]}
     gpus = [ran | {"sm_mhz": {"min": low, "median": 1800, "max": 1980}} for low in (1755, 1620)]
     value["environment"] = {"during": {"by_device": gpus}, "git": None}
+    tried = {"ulysses_size=4": 1.5, "ulysses_size=2": 2.0}
     value["chosen"] |= {
-        "settings_ms": {"ulysses_size=4": 1.5, "ulysses_size=2": 2.0},
+        "settings_ms": tried,
         "note": "symm: no peer access [here]",
+        "passed_over": {"flash4": "needs [x]"},
     }
-    value["chosen"]["passed_over"] = {"flash4": "needs the package [flash-attn-4]"}
-    lines = printed(display.run_table, Result.of(value))
-    assert lines[0].startswith(
-        "zigzag, sdpa_flash, gloo, on the CPU; batch 2, 1,024 tokens, 8 heads of 64, causal, bf16; 2 ranks"
-    )
-    assert lines[1] == "total 14 ms ± 28.0%, 1.5!× one rank, 5% of this machine's limit (links); noisy; drifting"
-    said = "\n".join(lines)
+    said = "\n".join(printed(display.run_table, Result.of(value)))
     for text in (
-        "kernel sdpa_flash, not flash4: needs the package [flash-attn-4]", "note: symm: no peer access [here]",
-        "56.0%!~", " 21!* ", " 1.5! ", "! means noisy", "~ means that samples rose or fell",
-        "timing itself takes 100.0 us, 2.5% of the shortest pass", "no limit of forward: 283% of what",
-        "* extrapolated by FLOPs from 512 tokens", "clocks while timing: 1,620 to 1,980 MHz, held down by sw_power_cap",
-        "commit unknown", "at its best: ulysses_size=4 (tried: ulysses_size=4 1.500 ms; ulysses_size=2 2.000 ms)",
+        "zigzag, sdpa_flash, gloo, on the CPU; batch 2, 1,024 tokens, 8 heads of 64, causal, bf16; 2 ranks",
+        "\ntotal 14 ms ± 28.0%, 1.5!× one rank, 5% of this machine's limit (links); noisy; drifting\n",
+        "kernel sdpa_flash, not flash4: needs [x]", "note: symm: no peer access [here]", "56.0%!~", " 21!* ", " 1.5! ",
+        "! means noisy", "~ means that samples rose or fell", "timing itself takes 100.0 us, 2.5% of the shortest pass",
+        "no limit of forward: 283% of what", "* extrapolated by FLOPs from 512 tokens",
+        "clocks while timing: 1,620 to 1,980 MHz, held down by sw_power_cap", "commit unknown",
+        "at its best: ulysses_size=4 (tried: ulysses_size=4 1.500 ms; ulysses_size=2 2.000 ms)",
     ):  # fmt: skip
         assert text in said
     said = "\n".join(printed(display.run_table, Result.of(measured("run"))))
@@ -82,7 +76,11 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
     rows = [columns.row(Result.of(measured(f"run{number}", 1024 * 4**number))) for number in range(4)]
     for number, row in enumerate(rows):
         row |= {"seqlens": f"{60 + number} sequences of 256 to 2240, 1074.4 on average", "kernel": f"sdpa_{number}"}
-        row |= {"attention": "zigzag_llama3", "options": f"heads_k_stride={number}", "seed": number}
+        row |= {
+            "attention": "zigzag_llama3",
+            "options": f"heads_k_stride={number}",
+            "seed": number,
+        }
         row |= {"exposed_backward_ms": number + 0.5, "total_ms": 14.0 + number}
     for width in (80, 100):
         lines = printed(display.sweep_table, rows, width=width)
@@ -97,16 +95,13 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
 
 def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, printed):
     """On a CPU, where ranks always share what there is."""
-    spec = resolved(
-        "hardware=cpu", "world_size=2", "seq_len=64", "heads=2", "kv_heads=2", "head_dim=16", "batch=1", "seed=1"
-    )
+    spec = resolved("config=tiny", "hardware=cpu", "world_size=2", "seq_len=64")
     plain = replace(spec, launch=replace(spec.launch, share_gpu=True)).plain()
     outcome = pool.get(WorldSpec(2, "cpu")).call("runner.job:run", {"result": begun(plain)})
     assert outcome.status == "ok", outcome.reason
     result, _ = outcome.result
     assert (result.status, result.correctness.passed, result.timing, result.metrics) == ("ok", True, None, None)
     assert result.reason == "not timed: launch.share_gpu=true has all ranks on one GPU"
-    assert display.run_line(result) == f"run: ok: {result.reason}"
     assert f"- `run`: ok: {result.reason}" in summary.markdown([columns.row(result)])
     said = "\n".join(printed(display.run_table, result))
     assert "Correctness passed" in said and result.reason in said

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ from runner.output.reader import read_result, read_results
 from runner.record.result import SCHEMA_VERSION, Result
 from tests.support.composing import python
 from tests.support.paths import RESULTS
-from tests.support.recorded import FIELDS, NAMED, files, measured, plain, unnamed
+from tests.support.recorded import FIELDS, NAMED, files, measured, plain, unnamed, write
 
 
 def test_what_the_run_makes_is_what_its_file_gives_back(tmp_path):
@@ -26,17 +27,17 @@ def test_what_the_run_makes_is_what_its_file_gives_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "name"),
     [
-        ({"speed": 3}, "speed is not known"),
-        ({"timing": {"speed": 3}}, "timing.speed is not known"),
-        ({"memory": {"by_rank": [{"speed": 3}]}}, "memory.by_rank[0].speed is not known"),
+        ({"speed": 3}, "speed"),
+        ({"timing": {"speed": 3}}, "timing.speed"),
+        ({"memory": {"by_rank": [{"speed": 3}]}}, "memory.by_rank[0].speed"),
     ],
 )
-def test_a_fact_without_a_field_is_refused_in_a_file_of_this_schema(tmp_path, field, said):
-    (tmp_path / "result.json").write_text(json.dumps(plain(key="0", name="a", status="oom") | field))
+def test_a_fact_without_a_field_is_refused_in_a_file_of_this_schema(tmp_path, field, name):
+    write(tmp_path, plain(key="0", name="a", status="oom") | field)
     problem = read_result(tmp_path)
-    assert problem.newer and str(problem).startswith(f"{tmp_path / 'result.json'}: left out: {said} to this version")
+    assert problem.newer and f"result.json: left out: {name} is not known to this version" in str(problem)
 
 
 def test_every_stored_result_reads_as_written_by_this_version_too():
@@ -56,11 +57,9 @@ def test_every_stored_result_reads_as_written_by_this_version_too():
 
 
 def test_nan_and_infinity_become_null_at_any_depth():
-    nan, inf = float("nan"), float("inf")
-    assert results.finite({"a": nan, "b": [1.5, inf, {"c": (-inf, 2)}]}) == {
-        "a": None,
-        "b": [1.5, None, {"c": [None, 2]}],
-    }
+    inf = float("inf")
+    found = results.finite({"a": inf - inf, "b": [1.5, inf, {"c": (-inf, 2)}]})
+    assert found == {"a": None, "b": [1.5, None, {"c": [None, 2]}]}
 
 
 # each writes far more than the 4096 bytes that a file may have

@@ -2,13 +2,11 @@
 
 import re
 import shutil
-from pathlib import Path
 
 import pytest
 
 from runner.output import summary
 from runner.output.reader import read_results
-from runner.output.table import Table
 from runner.report import charts
 from runner.report import command as report
 from runner.report.comparison import comparison_table, headline_table
@@ -27,17 +25,21 @@ SWEEPS = sorted(path for path in RESULTS.glob("*/*") if path.is_dir())
 needs_charts = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
 
 
-def speed(folder: Path) -> Path:
+def speed(folder):
     """Two of ours and two external packages at two lengths; a package runs out of memory at one, another is not installed."""
-    values = []
     for seq_len in (8192, 131072):
-        unit = (seq_len / 8192) ** 2
-        values += [result("zigzag", 2 * unit, seq_len=seq_len), result("ulysses", 1.5 * unit, seq_len=seq_len)]
-        values.append(result("torch_cp", 3 * unit, seq_len=seq_len, chosen="sdpa_cudnn"))
-        values.append(result("transformer_engine", None, seq_len=seq_len, status="unsupported", reason="not installed"))
-    values.append(result("rfa_zigzag", 4, seq_len=8192))
-    values.append(result("rfa_zigzag", None, seq_len=131072, status="oom", reason="rank 2 ran out of memory"))
-    return written(folder, *values)
+        unit, long = (seq_len / 8192) ** 2, {"seq_len": seq_len}
+        missing = {"status": "unsupported", "reason": "not installed"}
+        out = {"status": "oom", "reason": "rank 2 ran out of memory"}
+        written(
+            folder,
+            result("zigzag", 2 * unit, **long),
+            result("ulysses", 1.5 * unit, **long),
+            result("torch_cp", 3 * unit, **long, chosen="sdpa_cudnn"),
+            result("transformer_engine", None, **long, **missing),
+            result("rfa_zigzag", 4, **long) if seq_len == 8192 else result("rfa_zigzag", None, **long, **out),
+        )
+    return folder
 
 
 @pytest.fixture
@@ -47,11 +49,11 @@ def runs(tmp_path):
     return lambda *values: read([written(tmp_path / f"runs{next(made)}", *values)])
 
 
-def cells(table: Table, title: str) -> list[str]:
+def cells(table, title):
     return [row[table.titles.index(title)] for row in table.rows]
 
 
-def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file():
+def test_a_table_of_real_runs_has_a_row_for_each_with_the_times_of_its_file():
     for sweep in SWEEPS:
         (values, problems), found = read_results(sweep), read([sweep])
         table = runs_table(found)
@@ -60,7 +62,6 @@ def test_a_table_of_real_runs_has_a_row_for_each_with_the_numbers_of_its_file():
             for which, times in run.passes.items():
                 shown = float(row[table.titles.index(f"{which} ms (IQR)")].split()[0])
                 assert shown == pytest.approx(times.median, rel=0.05 if times.noisy else 6e-4, abs=5e-4)
-            assert run.result.status in ("ok", *row)
 
 
 def test_a_comparison_has_a_row_a_workload_the_best_marked_and_what_failed_with_its_reason(tmp_path):
@@ -100,46 +101,19 @@ def test_a_row_of_several_commits_or_machines_is_marked_and_has_no_ratio(runs, c
     assert ((row, ratio), len(table.notes)) == (alike if (commits, cores) == ("aa", (64, 64)) else (("32,768‡", ""), 1))
 
 
-def test_a_headline_is_auto_beside_each_package_at_its_best(runs):
-    ms = {"auto": 2, "zigzag": 1, "torch_cp": 3, "rfa_zigzag": 3.5, "rfa_llama3": 5}
-    values = [result(name, x) for name, x in ms.items()]
-    values += [result("usp_yunchang", x, options={"ulysses_size": n}) for n, x in ((1, 4.4), (2, 4))]
-    values[0]["chosen"]["variant"] = "ulysses"
-    values.append(result("transformer_engine", None, status="unsupported", reason="not installed"))
-    table = headline_table(found := runs(*values))
-    assert [*zip(table.titles, *table.rows, strict=True)] == [
-        ("S", "32,768"), ("auto", "**6.000 (ulysses)**"), ("PyTorch", "9.000 (torch_cp)"),
-        ("ring-flash-attn", "10.50 (rfa_zigzag)"), ("yunchang", "12.00 (usp_yunchang ulysses_size=2)"),
-        ("transformer-engine", "unsupported"), ("fastest external / auto", "1.50 (PyTorch / auto)"),
-    ]  # fmt: skip
+def test_a_headline_needs_runs_of_auto_and_of_a_package(runs):
     with pytest.raises(ValueError, match="needs runs of attention=auto and of an external package"):
-        headline_table([run for run in found if not run.external])
+        headline_table(runs(result("auto", 2)))
 
 
-def test_groupings_and_models_have_tables_of_their_own():
+def test_groupings_have_a_table_of_their_own():
     table = groupings_table(read([RESULTS / "h200-x1/grouped"]))
     assert table.titles == ["options", "S", "fwd ms", "KV bytes, model", "saved", "over separate"]
     assert ["n_groups=8 grouping=fused", "131,072", "399.4", "536,870,912", "77.8%", "0.75"] in table.rows
     kernels = read([RESULTS / "h200-x1/kernels"])
     assert groupings_table(kernels) is None
-    table = models_table(read([RESULTS / "cpu-x2/model_sharded"]))
-    assert table.titles == ["W", "peak memory a rank", "parameters", "tokens/s", "loss"]
-    assert cells(table, "peak memory a rank") == ["194 MiB", "131 MiB", "77 MiB"]
     with pytest.raises(ValueError, match="none of these runs is of a model"):
         models_table(kernels)
-
-
-def test_kernels_and_options_that_were_asked_for_are_columns_or_rows(runs):
-    def kernels(name, **ms):
-        return [result(name, x, kernel=kernel, chosen=kernel) for kernel, x in ms.items()]
-
-    zigzag = kernels("zigzag", flash2=3, flash4=1)
-    usp = [result("usp", 2, kernel="flash4", options={"ulysses_size": n}) for n in (1, 2)]
-    assert comparison_table(runs(*usp, *zigzag)).titles[1:] == [
-        "zigzag flash2", "zigzag flash4", "usp ulysses_size=1 flash4", "usp ulysses_size=2 flash4",
-    ]  # fmt: skip
-    rows = comparison_table(runs(*zigzag, *kernels("rfa_zigzag", flash2=6, flash4=1.5))).rows
-    assert [row[:3] for row in rows] == [["flash2", "**9.000**", "18.00"], ["flash4", "**3.000**", "4.500"]]
 
 
 def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(runs):
@@ -246,7 +220,7 @@ def test_without_the_extra_the_tables_work_and_a_line_says_how_to_get_the_charts
 BEFORE, AFTER = "# Title\n\nwords\n\n", "\nmore words\n<!-- report:b -->\nkept\n<!-- /report:b -->\n"
 
 
-def sectioned(folder: Path, inside: str = "") -> Path:
+def sectioned(folder, inside=""):
     path = folder / "R.md"
     path.write_text(f"{BEFORE}<!-- report:a -->\n{inside}<!-- /report:a -->\n{AFTER}")
     return path
@@ -257,14 +231,14 @@ def test_a_section_is_replaced_and_nothing_else_again_and_again(tmp_path, monkey
     speed(tmp_path / "speed")
     path = sectioned(tmp_path, "an old number: 17\n")
     command = "speed --where seq_len=8192 --table comparison --chart none --into R.md --section a"
-    assert report.main(command.split()) == 0
-    text = path.read_text()
-    assert text.startswith(BEFORE) and text.endswith(AFTER)
-    assert "17" not in text and "| 8,192 | 6.000 | **4.500** |" in text
+    for _ in range(2):
+        assert report.main(command.split()) == 0
+        text = path.read_text()
+        assert text.startswith(BEFORE) and text.endswith(AFTER) and "17" not in text
+        assert text.count("| 8,192 | 6.000 | **4.500** |") == 1
     assert f"Made by `python -m runner.report {command}`." in text
-    assert report.main(command.split()) == 0 and path.read_text() == text
     written(tmp_path / "speed", result("zigzag", 1, seq_len=8192, started_at=9.0))
-    path.write_text(text.replace("<!-- report:b -->\nkept\n<!-- /report:b -->\n", ""))
+    path.write_text(text.replace(AFTER, ""))
     assert report.main(["--refresh", "R.md"]) == 0
     assert "| 8,192 | **3.000** | 4.500 |" in path.read_text()
 
