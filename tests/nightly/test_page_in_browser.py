@@ -97,7 +97,7 @@ def tab(opened):
     return opened
 
 
-def labels(tab) -> list[str]:
+def labels(tab):
     return tab.locator("#table tbody .label").all_inner_texts()
 
 
@@ -119,7 +119,7 @@ def test_words_and_lists_filter_the_runs_and_hide_what_is_the_same_in_all(tab):
     assert labels(tab) == ["ring"]
 
 
-def pinned(tab, *names: str) -> dict[str, str]:
+def pinned(tab, *names):
     """The last cell of each row where the runs whose names begin so are side by side."""
     for name in names:
         tab.locator(f"button.pin[aria-label^='pin {name}'][aria-pressed=false]").first.click()

@@ -10,7 +10,7 @@ import runpy
 import sys
 
 
-def main(rank: str, world_size: str, runs: str) -> None:
+def main(rank, world_size, runs):
     for number, (port, *command) in enumerate(json.loads(runs)):
         if port is None and rank != "0":
             continue

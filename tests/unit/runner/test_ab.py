@@ -26,7 +26,7 @@ def test_what_it_cannot_compare_is_refused_in_a_line(values):
         command.expand([f"ab={values}"])
 
 
-def in_rounds(folder, kernel: str, seq_len: int, ms: float, clocks: list[float], seed: int) -> None:
+def in_rounds(folder, kernel, seq_len, ms, clocks, seed):
     draw = random.Random(seed)
     by_round = [[clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for _ in range(7)] for clock in clocks]
     samples = [{"forward": [ms for one in by_round for ms in one]}]

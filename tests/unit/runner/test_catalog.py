@@ -18,7 +18,7 @@ def wide(monkeypatch):
     monkeypatch.setattr(terminal.out, "width", 200)
 
 
-def rows(capsys, *arguments: str) -> dict[str, str]:
+def rows(capsys, *arguments):
     assert catalog.main(list(arguments)) == 0
     return {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
 

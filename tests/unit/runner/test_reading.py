@@ -22,7 +22,7 @@ PARSERS = {"compare": compare._parser, "pack": pack._parser, "report": report._p
 GPUS = 8
 
 
-def commands() -> list[tuple[str, list[str]]]:
+def commands():
     """Those of all pages: the module, empty for a run, and its arguments."""
     found = [match for text in PAGES.values() for match in COMMAND.findall(text)]
     return [(module, shlex.split(arguments)) for module, arguments in found]

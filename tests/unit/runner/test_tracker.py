@@ -10,7 +10,7 @@ from runner.tracker import columns, track
 from tests.support.recorded import measured, refused
 
 
-def result(folder, value=None) -> Result:
+def result(folder, value=None):
     value = value or measured("ring_default")
     options = {"name": "mlflow", "uri": None, "experiment": "ours"}
     value["config"] |= {"output": str(folder), "tracker": options}

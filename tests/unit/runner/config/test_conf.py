@@ -30,11 +30,11 @@ from tests.support.paths import ROOT
 CONF = ROOT / "conf"
 
 
-def plain(node) -> dict:
+def plain(node):
     return OmegaConf.to_container(node, resolve=True)
 
 
-def comment(group: str, name: str) -> str:
+def comment(group, name):
     lines = (CONF / group / f"{name}.yaml").read_text().splitlines()
     return " ".join(line[1:].strip() for line in lines if line.startswith("#"))
 

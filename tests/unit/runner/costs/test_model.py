@@ -20,11 +20,11 @@ RATES = tuple(
 )
 
 
-def task(tokens=32768, world=4, mask=CAUSAL, heads=32, kv_heads=8, **more) -> Task:
+def task(tokens=32768, world=4, mask=CAUSAL, heads=32, kv_heads=8, **more):
     return Task((0, tokens), world, mask, Shapes(1, heads, kv_heads, 128, 2), **more)
 
 
-def machine(gb_s=400.0, latency_us=10.0, **more) -> Machine:
+def machine(gb_s=400.0, latency_us=10.0, **more):
     """Every pattern alike, but for a copy, which is fast."""
     patterns = [("symm", "pull"), ("symm", "pull_all"), ("symm", "slots"), ("nccl", "p2p"), ("nccl", "all_gather")]
     table = [Measured(GPU, 4, transport, pattern, Link(gb_s, latency_us)) for transport, pattern in patterns]
@@ -89,7 +89,7 @@ def test_a_decode_is_reduced_rather_than_sent_round():
 def test_the_cost_of_an_edge_follows_from_long_and_short_sequences():
     """Of a kernel that does 500 TFLOP/s and takes each causal query as long as 100 keys more would."""
 
-    def rate(length: str, heads: str = "gqa") -> Rate:
+    def rate(length, heads="gqa"):
         tokens = rates.TOKENS[length]
         whole = 500 * CAUSAL.pairs(tokens, tokens) / (CAUSAL.pairs(tokens, tokens) + 100 * tokens)
         return Rate(GPU, CallClass(128, heads, "causal", "dense", length), "flash4", whole, whole / 2)

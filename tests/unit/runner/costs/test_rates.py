@@ -6,7 +6,7 @@ GPU = "NVIDIA Test 1"
 CAUSAL_128 = CallClass(128, "gqa", "causal", "dense", "long")
 
 
-def rate(kernel: str, forward: float, backward: float, call: CallClass = CAUSAL_128, gpu: str = GPU) -> Rate:
+def rate(kernel, forward, backward, call=CAUSAL_128, gpu=GPU):
     return Rate(gpu, call, kernel, forward, backward, "torch=1")
 
 

@@ -17,7 +17,7 @@ SIZES = ("batch=2", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=8", "world_
 MS = {"forward": 2.0, "backward": 5.0, "total": 8.0}
 
 
-def computed(*overrides: str, ms=None, ceilings=None):
+def computed(*overrides, ms=None, ceilings=None):
     return metrics.compute(resolved(*SIZES, *overrides), ms or {"forward": 2.0}, ceilings)
 
 

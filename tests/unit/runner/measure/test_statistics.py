@@ -8,7 +8,7 @@ import pytest
 from runner.measure.statistics import median_interval, summarize, too_few, trend
 
 
-def coverage(n: int, k: int) -> Fraction:
+def coverage(n, k):
     """How surely the order statistics of ranks k+1 and n-k hold the median: 1 - 2 P(Bin(n, 1/2) <= k)."""
     return 1 - 2 * Fraction(sum(math.comb(n, i) for i in range(k + 1)), 2**n)
 

@@ -174,7 +174,7 @@ def test_overhead_is_the_least_of_what_empty_regions_measure(watch):
 
 
 def test_no_garbage_is_collected_while_timing_and_it_is_again_after_a_failure(watch):
-    def run(which: str) -> None:
+    def run(which):
         assert not gc.isenabled()
         raise RuntimeError("boom")
 

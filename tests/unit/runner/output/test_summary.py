@@ -11,7 +11,7 @@ from runner.record.result import Result
 from tests.support.recorded import files, measured, plain, refused, write
 
 
-def row(value: dict) -> dict:
+def row(value):
     return columns.row(Result.of(value))
 
 
