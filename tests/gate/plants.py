@@ -65,9 +65,8 @@ RUNS = {  # the variant and overrides, all in a world of 2
 
 def overrides(run, dtype):
     """The command line of a run of 512 tokens."""
-    variant, *more = RUNS[run].split()
-    size = ["batch=1", "heads=2", "kv_heads=1", "head_dim=16", "seq_len=512", "world_size=2"]
-    return [f"attention={variant}", f"dtype={dtype}", *size, *([] if "mask=" in RUNS[run] else ["causal=true"]), *more]
+    size = "batch=1 heads=2 kv_heads=1 head_dim=16 seq_len=512 world_size=2"
+    return f"{size} dtype={dtype} {'' if 'mask=' in RUNS[run] else 'causal=true'} attention={RUNS[run]}"
 
 
 @dataclass

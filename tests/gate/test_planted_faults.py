@@ -34,10 +34,9 @@ def parts_of(checked):
 
 def worst_parts(pool, overrides, calls):
     """Of the calls that a kernel does on one device."""
-    device = "cuda" if "hardware=cuda" in overrides else "cpu"
-    size = ["attention=dense", "batch=1", "heads=4", "kv_heads=2", "head_dim=16", "causal=true", "world_size=1"]
-    runs = {call: resolved(*size, *overrides, *call.split(), gpus=1).plain() for call in calls}
-    found = called(pool, WorldSpec(1, device), plants.shipped, runs=runs)
+    size = "attention=dense batch=1 heads=4 kv_heads=2 head_dim=16 causal=true world_size=1"
+    runs = {call: resolved(size, overrides, call, gpus=1).plain() for call in calls}
+    found = called(pool, WorldSpec(1, "cuda" if "hardware=cuda" in overrides else "cpu"), plants.shipped, runs=runs)
     return {
         f"{name} of {run}": part for run, (_, checked, _) in found.items() for name, part in parts_of(checked).items()
     }
@@ -45,7 +44,7 @@ def worst_parts(pool, overrides, calls):
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
 def test_every_planted_fault_is_found_and_the_code_as_it_is_passes_with_room_to_spare(pool, dtype):
-    runs = {run: resolved(*plants.overrides(run, dtype)).plain() for run in plants.RUNS}
+    runs = {run: resolved(plants.overrides(run, dtype)).plain() for run in plants.RUNS}
     for run, (reason, checked, timed) in called(pool, WorldSpec(2, "cpu"), plants.shipped, runs=runs).items():
         assert reason is None and timed.passed, run
         assert max(parts_of(checked).values()) < 0.5, (run, checked)
@@ -56,14 +55,14 @@ def test_every_planted_fault_is_found_and_the_code_as_it_is_passes_with_room_to_
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("kernel", ["math", "sdpa_flash"])
 def test_right_results_use_less_than_half_of_the_tolerances(pool, kernel, dtype):
-    parts = worst_parts(pool, [f"kernel={kernel}", f"dtype={dtype}", "hardware=cpu"], SHORT)
+    parts = worst_parts(pool, f"kernel={kernel} dtype={dtype} hardware=cpu", SHORT)
     assert max(parts.values()) < 0.5, parts
 
 
-@pytest.mark.parametrize("timing", [["timing=simple"], ["timing=warmup", "timing.layers=2"]])
+@pytest.mark.parametrize("timing", ["timing=simple", "timing=warmup timing.layers=2"])
 def test_a_run_that_goes_wrong_once_it_is_timed_gives_no_timing(pool, timing):
-    more = ["timing.timing_runs=2", "phases=false", "baseline=none"]
-    run = resolved(*plants.overrides("zigzag", "fp32"), *more, *timing).plain()
+    more = "timing.timing_runs=2 phases=false baseline=none"
+    run = resolved(plants.overrides("zigzag", "fp32"), more, timing).plain()
     result, tables = called(pool, WorldSpec(2, "cpu"), plants.timed, run=run, name="wrong once the check is over")
     assert result.status == "incorrect" and not result.correctness.passed
     assert "the last timed iteration: out" in result.reason

@@ -25,10 +25,10 @@ def test_a_length_that_failed_ends_its_own_series():
     tally = Tally()
 
     def beyond(length, *overrides):
-        return tally.beyond_limit(configured("config=tiny", f"seq_len={length}", "until_limit=true", *overrides))
+        return tally.beyond_limit(configured(f"config=tiny seq_len={length} until_limit=true", *overrides))
 
     def failed(length, status):
-        tally.note_failure(configured("config=tiny", f"seq_len={length}", "until_limit=true"), status, "why")
+        tally.note_failure(configured(f"config=tiny seq_len={length} until_limit=true"), status, "why")
 
     for status in ("ok", "invalid", "unsupported", "incorrect"):
         failed(64, status)
@@ -38,7 +38,7 @@ def test_a_length_that_failed_ends_its_own_series():
     assert beyond(128) is beyond(256) is None
     assert beyond(512) == "seq_len=512: not run, as seq_len=256 ended as crash: why; until_limit=false runs it"
     assert beyond(512, "attention=ring") is beyond(512, "mode=forward") is None
-    assert tally.beyond_limit(configured("config=tiny", "seq_len=512")) is None
+    assert tally.beyond_limit(configured("config=tiny seq_len=512")) is None
 
 
 def test_a_folder_in_use_keeps_its_plan(tmp_path):

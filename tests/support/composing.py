@@ -1,6 +1,7 @@
 """Composed configurations for tests, and a Python process."""
 
 import copy
+import re
 import subprocess
 import sys
 from functools import cache
@@ -23,20 +24,27 @@ OWN = {
 }  # whose choices set no other group's keys
 
 
+def apart(lines):
+    """The overrides of command lines."""
+    return [text for line in lines for text in re.split(r"\s+(?=\S+=)", line) if text]
+
+
 @cache
 def composed(*overrides: str, return_hydra_config: bool = False) -> DictConfig:
-    """A composed configuration. It is kept and shared: do not change it."""
+    """The composed configuration of one or several overrides a text. It is kept and shared: do not change it."""
+    overrides = apart(overrides)
     if not return_hydra_config:
         cfg = copy.deepcopy(composed(*overrides, return_hydra_config=True))
         with open_dict(cfg):
             del cfg["hydra"]
         return cfg
     with initialize_config_module("runner.conf", version_base="1.3"):
-        return compose("config", overrides=list(overrides), return_hydra_config=True)
+        return compose("config", overrides=overrides, return_hydra_config=True)
 
 
 def configured(*overrides: str) -> DictConfig:
     """As `composed`, but only groups are composed; keys are set in a copy, which is much faster."""
+    overrides = apart(overrides)
     choices = [text for text in overrides if text.lstrip("+").partition("=")[0] in GROUPS]
     cfg = _chosen(*choices)
     for override in PARSER.parse_overrides([text for text in overrides if text not in choices]):

@@ -40,7 +40,7 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
     first, missing, *refused = found.runs
     about = "hardware=cpu", "config=tiny", "world_size=2", "seq_len=256"
     assert (first.state, first.flops) == (plan.TO_DO, metrics.flops(resolved(*about))["total"])
-    assert first.name == run_name(configured(*about, "kernel=math", "seed=3"), 0)
+    assert first.name == run_name(configured(*about, "kernel=math seed=3"), 0)
     assert first.seconds > duration.start_s(resolved(*CPU)) and first.basis.startswith("FLOPs (")
     assert missing.state == "unsupported" and "kernel=flash2: " in missing.reason and "sdpa_flash" in missing.reason
     for run in refused:

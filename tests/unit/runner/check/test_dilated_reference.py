@@ -10,16 +10,16 @@ from tests.jobs import dilated as jobs
 from tests.support.composing import resolved
 from tests.support.dilated import reference
 
-PAIRS = ["attention.segments=[64,128]", "attention.rates=[1,4]"]
-SMALL = ["config=tiny", "batch=1", "heads=4", "kv_heads=2", "head_dim=8", "seq_len=320", "dtype=fp32"]
+PAIRS = "attention.segments=[64,128] attention.rates=[1,4]"
+SMALL = "config=tiny batch=1 heads=4 kv_heads=2 head_dim=8 seq_len=320 dtype=fp32"
 WAYS = [("head_groups", "joint"), ("longnet", "joint"), ("longnet", "detached")]
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("more", ["causal=false", "seqlens=[64,100,156]"])
 def test_the_reference_is_the_definition(way, more):
-    chosen = [f"attention.mixing={way[0]}", f"attention.weights={way[1]}"]
-    spec = resolved("attention=dilated", *SMALL, *PAIRS, *chosen, more, "world_size=1").workload
+    chosen = "attention.mixing={} attention.weights={}".format(*way)
+    spec = resolved("attention=dilated", SMALL, PAIRS, chosen, more, "world_size=1").workload
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(320, h, 8, generator=generator).double() for h in (4, 2, 2, 4))
     inputs = [x.unsqueeze(0).requires_grad_() for x in (q, k, v)]
@@ -41,8 +41,8 @@ def test_the_reference_is_the_definition(way, more):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_is_checked_and_another_dilation_does_not_pass(in_world, way):
     mixing, weights = way
-    chosen = [f"attention.mixing={mixing}", f"attention.weights={weights}"]
-    spec = resolved("attention=ring_dilated", *SMALL, *PAIRS, *chosen, "world_size=2")
+    chosen = f"attention.mixing={mixing} attention.weights={weights}"
+    spec = resolved("attention=ring_dilated", SMALL, PAIRS, chosen, "world_size=2")
     wrong = [{"rates": [1, 2]}, {"segments": [32, 128]}]
     if mixing == "longnet":
         wrong.append({"weights": "detached" if weights == "joint" else "joint"})
@@ -51,15 +51,14 @@ def test_a_run_is_checked_and_another_dilation_does_not_pass(in_world, way):
 
 
 def test_a_result_divided_by_three_passes_in_bf16(in_world):
-    size = ["batch=1", "heads=6", "kv_heads=6", "head_dim=16", "seq_len=1024", "dtype=bf16", "world_size=1"]
-    spec = resolved("attention=dilated_improved", *size, "attention.segments=[128,256,512]", "attention.rates=[1,2,4]")
+    size = "batch=1 heads=6 kv_heads=6 head_dim=16 seq_len=1024 dtype=bf16 world_size=1"
+    spec = resolved("attention=dilated_improved", size, "attention.segments=[128,256,512] attention.rates=[1,2,4]")
     ((passed, ratio),) = in_world(jobs.checked, 1, experiment=spec.plain(), wrong=[])
     assert passed and ratio < 1.5
 
 
 def test_flops_and_density_are_those_of_the_components():
-    mixing = ["attention.mixing=longnet", "causal=false", "world_size=1"]
-    spec = resolved("attention=dilated_improved", *SMALL, *PAIRS, *mixing)
+    spec = resolved("attention=dilated_improved", SMALL, PAIRS, "attention.mixing=longnet causal=false world_size=1")
     pairs = 4 * (5 * 64 * 64 + (2 * 32 * 32 + 16 * 16))
     assert spec.head_pairs == pairs and metrics.flops(spec)["forward"] == 4 * 8 * pairs
     found = metrics.sparsity(spec)

@@ -82,7 +82,7 @@ def test_a_variant_s_file_has_its_options_source_and_use_and_packages_are_at_the
 
 @pytest.mark.parametrize("name", masks.names())
 def test_a_mask_s_file_has_its_definition_and_parameters(name):
-    cfg = composed(f"mask={name}", "causal=true", "window=[3,0]")
+    cfg = composed(f"mask={name} causal=true window=[3,0]")
     assert (cfg.causal, list(cfg.window)) == (True, [3, 0])
     assert set(cfg.mask) == {"name", *inspect.signature(getattr(masks, name)).parameters}
     assert "Definition: " in comment("mask", name)
@@ -94,17 +94,17 @@ def test_a_model_has_its_options_and_a_variant_that_another_choice_replaces(mode
     assert set(plain(composed(f"model={model}").model)) - {"name"} == {*more} - {"name"}
     kind = ["model.type=mistral"] if model == "hf" else []
     assert resolved(f"model={model}", *kind, "world_size=4", gpus=8).variant != "auto"
-    assert composed(f"model={model}", "attention=ulysses").attention.name == "ulysses"
+    assert composed(f"model={model} attention=ulysses").attention.name == "ulysses"
 
 
 def test_tokens_per_rank_follow_the_world_size():
-    assert resolved("+experiment=weak_scaling", "world_size=4", gpus=8).workload.seq_len == 8192 * 4
+    assert resolved("+experiment=weak_scaling world_size=4", gpus=8).workload.seq_len == 8192 * 4
     assert resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu").workload.seq_len == 96 * 2
-    cfg = configured("config=tiny", "seq_len=${per_rank:96}", "world_size=4", "hardware=cpu")
+    cfg = configured("config=tiny", "seq_len=${per_rank:96}", "world_size=4 hardware=cpu")
     assert run_name(cfg, 0).startswith("zigzag_tiny_s384_w4_")
     assert len(overrides.jobs(["seq_len=${per_rank:96}", "world_size=1,2"])) == 2
     with pytest.raises(InvalidConfig, match="world_size=0: must be auto or a whole number"):
-        resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu", "world_size=0")
+        resolved("config=tiny", "seq_len=${per_rank:96}", "hardware=cpu world_size=0")
 
 
 def test_models_have_their_sinks_scales_values_and_layer_kinds():
@@ -112,7 +112,7 @@ def test_models_have_their_sinks_scales_values_and_layer_kinds():
         "gpt_oss_120b gemma3_27b llama4_scout deepseek_v3 gpt_oss_120b_window gemma3_27b_window llama4_scout_chunked"
     )
     gpt, gemma, scout, deepseek, *local = (
-        resolved(f"config={name}", "attention=ring", gpus=2).workload for name in names.split()
+        resolved(f"config={name} attention=ring", gpus=2).workload for name in names.split()
     )
     assert gpt.sinks and gemma.scale == pytest.approx(168**-0.5, rel=1e-15)
     assert deepseek.scale == pytest.approx(192**-0.5 * (0.1 * math.log(40) + 1) ** 2, rel=1e-15)

@@ -101,7 +101,7 @@ INVALID = {
 @pytest.mark.parametrize("line", INVALID)
 def test_a_broken_rule_is_invalid_and_says_value_rule_and_way_out(line):
     with pytest.raises(InvalidConfig, match=INVALID[line]) as refused:
-        resolved(*line.split())
+        resolved(line)
     assert "\n" not in str(refused.value)
 
 
@@ -114,7 +114,7 @@ SHARED = {
 @pytest.mark.parametrize("line", SHARED)
 def test_ranks_that_share_a_gpu_are_checked_over_symmetric_memory_and_no_more(line):
     with pytest.raises(InvalidConfig, match=SHARED[line]):
-        resolved("launch.share_gpu=true", "world_size=2", *line.split(), gpus=1)
+        resolved("launch.share_gpu=true world_size=2", line, gpus=1)
 
 
 UNSUPPORTED = {
@@ -131,7 +131,7 @@ UNSUPPORTED = {
 def test_what_this_machine_cannot_do_is_unsupported(line):
     gpus, why = UNSUPPORTED[line]
     with pytest.raises(UnsupportedHere, match=why):
-        resolved(*line.split(), gpus=gpus)
+        resolved(line, gpus=gpus)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_what_this_machine_cannot_do_is_unsupported(line):
     ],
 )
 def test_what_cannot_fit_is_refused_with_the_numbers(line, part):
-    spec = resolved(*line.split(), gpus=2)
+    spec = resolved(line, gpus=2)
     with pytest.raises(InvalidConfig, match=part):
         check_fits(spec, MachineLimits(cores=2, memory=24 << 30, gpus=2, gpu_memory=80 << 30))
     check_fits(spec, MachineLimits(cores=64))  # whose memory is not known
@@ -151,7 +151,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers(line, part):
 
 @pytest.mark.parametrize("name", sorted({AUTO, *VARIANTS} - {"grouped"}))
 def test_inputs_are_a_ranks_share_of_the_tensors(name):
-    spec = resolved(f"attention={name}", "heads=8", "kv_heads=4", "seq_len=512", "world_size=4", "hardware=cpu")
+    spec = resolved(f"attention={name} heads=8 kv_heads=4 seq_len=512 world_size=4 hardware=cpu")
     work = spec.workload
     tokens = work.batch * work.seq_len // (1 if name == "dense" else 4)
     q = work.batch if work.q_len else tokens
@@ -190,23 +190,23 @@ def test_a_decode_takes_every_number_of_keys_and_queries(name):
     spec = resolved(f"attention={name}")
     assert (spec.mode, spec.workload.mask.full) == ("forward", True)
     assert "1 query on 1,024 keys" in spec.workload.describe()
-    work = resolved(f"attention={name}", "seq_len=1003", "q_len=7", "world_size=4", "prefix=5").workload
+    work = resolved(f"attention={name} seq_len=1003 q_len=7 world_size=4 prefix=5").workload
     assert (work.queries, work.pairs, work.batch_pairs) == (7, 7021, 2 * 7 * 1008)
-    assert resolved(f"attention={name}", "seq_len=10", "q_len=3", "window=[3,0]").workload.pairs == 12
+    assert resolved(f"attention={name} seq_len=10 q_len=3 window=[3,0]").workload.pairs == 12
 
 
 def test_packed_variants_have_packed_batches_and_others_when_asked():
-    work = resolved(f"attention={PACKED[0]}", "batch=2", "seq_len=64").workload
+    work = resolved(f"attention={PACKED[0]} batch=2 seq_len=64").workload
     assert (work.seqlens, work.batch, work.pairs) == ((8, 16, 32, 8) * 2, 1, 2 * (36 + 136 + 528 + 36))
     assert "128 tokens in 8 sequences" in work.describe()
     for others in ("attention=ring",), (f"attention={PACKED[0]}", "model=decoder_tiny"):
         assert resolved(*others).workload.seqlens is None
-    work = resolved("attention=ring", "seqlens=[32,8,24]").workload
+    work = resolved("attention=ring seqlens=[32,8,24]").workload
     assert (work.batch, work.seq_len, work.cu_seqlens) == (1, 64, (0, 32, 40, 64))
 
 
 def drawn(*overrides, seed=7):
-    work = resolved("attention=llama3", "world_size=1", "seqlens=random", *overrides, seed=seed).workload
+    work = resolved("attention=llama3 world_size=1 seqlens=random", *overrides, seed=seed).workload
     assert sum(work.seqlens) == work.seq_len and min(work.seqlens) > 0
     return work.seqlens
 
@@ -236,10 +236,10 @@ def test_defaults_are_a_tiny_run_on_a_cpu_and_a_models_layer_on_all_gpus(gpus, e
 
 
 def test_what_is_given_takes_precedence_over_defaults():
-    spec = resolved("seq_len=2048", "world_size=1", "timing.warmup_ms=50", "seed=3", "heads=16", gpus=4, seed=99)
+    spec = resolved("seq_len=2048 world_size=1 timing.warmup_ms=50 seed=3 heads=16", gpus=4, seed=99)
     work = spec.workload
     assert (work.seq_len, spec.world_size, spec.timing.warmup_ms, spec.seed, work.kv_heads) == (2048, 1, 50, 3, 16)
-    assert resolved(seed=99).seed == 99 and resolved("config=medium", "heads=32").workload.kv_heads == 32
+    assert resolved(seed=99).seed == 99 and resolved("config=medium heads=32").workload.kv_heads == 32
     assert resolved("hardware=cpu", gpus=4).device == "cpu" and resolved("nvtx=true", gpus=1).nvtx
 
 
@@ -254,7 +254,7 @@ def test_what_is_given_takes_precedence_over_defaults():
     ],
 )
 def test_an_experiment_survives_json(line):
-    spec = resolved(*line.split())
+    spec = resolved(line)
     again = Experiment.from_plain(json.loads(json.dumps(spec.plain())))
     assert again == spec and hash(again.workload) == hash(spec.workload)  # a key of the caches
 
@@ -271,7 +271,7 @@ def test_identity_differs_with_what_is_measured_and_nothing_else():
     assert len({*keys}) == len(MEASURED) + 1 and all(re.fullmatch("[0-9a-f]{8}", key) for key in keys)
     assert identity(composed(*UNMEASURED, "attention=zigzag")) == keys[0]
     # as recorded before there were masks by name
-    assert identity(composed("attention=ring", "config=tiny")) == "92660672"
+    assert identity(composed("attention=ring config=tiny")) == "92660672"
 
 
 def test_stored_results_keep_their_keys():
@@ -284,10 +284,10 @@ def test_stored_results_keep_their_keys():
 
 
 def test_a_runs_name_tells_variant_workload_way_sizes_and_identity():
-    cfg = composed("attention=ring", "config=medium", "world_size=4", "dtype=fp32", "timing=simple")
+    cfg = composed("attention=ring config=medium world_size=4 dtype=fp32 timing=simple")
     assert run_name(cfg, 0) == f"ring_medium_s8192_w4_fp32_simple_{identity(cfg)}"
     way = "attention=grouped config=tiny kernel=math mask=chunked attention.grouping=packed seqlens=[100,500]"
-    assert run_name(composed(*way.split()), 0).startswith("grouped_tiny_packed_chunked_math_s600_")
+    assert run_name(composed(way), 0).startswith("grouped_tiny_packed_chunked_math_s600_")
     assert re.fullmatch(r"[A-Za-z0-9_.-]+", run_name(composed("config=tiny", "world_size='../x y'"), 0))
     assert "_w8_" in run_name(composed("hardware=cuda"), 8) and "_wauto_" in run_name(composed("hardware.name=tpu"), 0)
 
@@ -297,5 +297,5 @@ def test_tiny_variants_are_all_that_can_do_its_workload():
     able = set()
     for name in (v.name for v in VARIANTS.values() if not v.decode):
         with suppress(InvalidConfig):
-            able.add(resolved("+experiment=tiny_variants", f"attention={name}").variant)
+            able.add(resolved(f"+experiment=tiny_variants attention={name}").variant)
     assert sorted(swept) == sorted(able)

@@ -25,10 +25,7 @@ def test_a_file_that_is_none_is_measured_anew(tmp_path):
 
 
 def test_a_ceiling_that_a_run_goes_above_is_measured_again_once_and_kept(in_world, tmp_path):
-    spec = resolved(
-        "attention=ring", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "world_size=2", "dtype=fp32",
-        "timing.timing_runs=3", "phases=false", "baseline=none", "hardware=cpu",
-    )  # fmt: skip
+    spec = resolved("config=tiny hardware=cpu world_size=2 dtype=fp32 timing.timing_runs=3 phases=false baseline=none")
     found = in_world(program.with_false_ceilings, 2, experiment=spec.plain(), cache=str(tmp_path))
     first, second = found["runs"]
     after = first["ceilings"]

@@ -13,18 +13,18 @@ from tests.support.composing import resolved
 # B 2, H 4, Hk 2, D 16, bf16: 4 B H D = 512 FLOP a pair; k and v of a token are 2 B Hk D 2 = 256 bytes, and so is q
 SHAPES = counts.Shapes(batch=2, heads=4, kv_heads=2, head_dim=16, itemsize=2)
 FLOP, KV, Q = 512, 256, 256
-SIZES = ("batch=2", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=8", "world_size=2")
+SIZES = "batch=2 heads=4 kv_heads=2 head_dim=16 seq_len=8 world_size=2"
 MS = {"forward": 2.0, "backward": 5.0, "total": 8.0}
 
 
 def computed(*overrides, ms=None, ceilings=None):
-    return metrics.compute(resolved(*SIZES, *overrides), ms or {"forward": 2.0}, ceilings)
+    return metrics.compute(resolved(SIZES, *overrides), ms or {"forward": 2.0}, ceilings)
 
 
-@pytest.mark.parametrize(("mask", "pairs"), [((), 8 * 9 // 2), (("causal=false", "window=[1,1]"), 2 + 6 * 3 + 2)])
+@pytest.mark.parametrize(("mask", "pairs"), [("", 8 * 9 // 2), ("causal=false window=[1,1]", 2 + 6 * 3 + 2)])
 def test_flops_are_four_bhd_for_each_pair_of_the_mask_and_two_and_a_half_times_that_backward(mask, pairs):
     expected = {"forward": 1, "backward": 2.5, "total": 3.5}
-    assert metrics.flops(resolved("attention=ring", *SIZES, *mask)) == {
+    assert metrics.flops(resolved("attention=ring", SIZES, mask)) == {
         which: FLOP * pairs * times for which, times in expected.items()
     }
 
@@ -37,33 +37,33 @@ def test_value_heads_of_another_size_count_in_the_products_that_have_them():
 
 
 def test_no_sparsity_is_said_of_a_mixture_that_counts_pairs_several_times():
-    mixture = ["attention=dilated", "attention.segments=[16,64]", "attention.rates=[1,2]", *SIZES, "seq_len=64"]
-    assert 0 < metrics.sparsity(resolved(*mixture, "heads=2"))["sparsity_ratio"] < 1
-    often = metrics.sparsity(resolved(*mixture, "heads=2", "attention.mixing=longnet"))
+    mixture = f"attention=dilated attention.segments=[16,64] attention.rates=[1,2] {SIZES} seq_len=64 heads=2"
+    assert 0 < metrics.sparsity(resolved(mixture))["sparsity_ratio"] < 1
+    often = metrics.sparsity(resolved(mixture, "attention.mixing=longnet"))
     assert often["sparsity_ratio"] is None and often["density"] is None
 
 
 CEILINGS = {"matmul_tflops": 1e-6, "copy_gb_s": 1e9, "link_gb_s": 1e9}
 OTHER_RUNS = {
-    "llama3": ("seqlens=[100,28,128]",),
-    "zigzag_varlen": ("seqlens=[8,24,64]",),
-    "ring_varlen": ("seqlens=[8,24,64]",),
-    "tree": ("kv_lengths=[40]", "prefix=24"),
-    "ring_decode": ("kv_lengths=[40]", "prefix=24"),
+    "llama3": "seqlens=[100,28,128]",
+    "zigzag_varlen": "seqlens=[8,24,64]",
+    "ring_varlen": "seqlens=[8,24,64]",
+    "tree": "kv_lengths=[40] prefix=24",
+    "ring_decode": "kv_lengths=[40] prefix=24",
 }
 
 
 @pytest.mark.parametrize("transport", ["gloo", "symm"])
 def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, transport, world=2):
-    sizes = ("batch=1", "heads=4", "kv_heads=2", "head_dim=16", "seq_len=64", "dtype=fp32", f"world_size={world}")
+    sizes = f"batch=1 heads=4 kv_heads=2 head_dim=16 seq_len=64 dtype=fp32 world_size={world} transport={transport} hardware=cpu"
     specs = [
-        resolved(f"attention={name}", *sizes, f"transport={transport}", "hardware=cpu", *more)
+        resolved(f"attention={name}", sizes, more)
         for name in VARIANTS
         if name != "grouped"  # of one rank
-        for more in {(), OTHER_RUNS.get(name, ()), *[("window=[9,0]",)] * VARIANTS[name].windows}
+        for more in {"", OTHER_RUNS.get(name, ""), "window=[9,0]" * VARIANTS[name].windows}
     ]
-    pairs = ("attention.segments=[16,48]", "attention.rates=[1,4]", "attention.mixing=longnet")
-    specs.append(resolved("attention=ring_dilated", *sizes, *pairs, f"transport={transport}", "hardware=cpu"))
+    pairs = "attention.segments=[16,48] attention.rates=[1,4] attention.mixing=longnet"
+    specs.append(resolved("attention=ring_dilated", sizes, pairs))
     counted = in_world(traffic.counted, world, experiments=[spec.plain() for spec in specs])
     for spec, found in zip(specs, counted, strict=True):
         assert found["name"] == transport
@@ -88,7 +88,7 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
     ],
 )
 def test_work_is_counted_by_rank_and_rates_follow_from_the_slowest_ranks_median(overrides, tokens, by_rank):
-    found = computed(*overrides.split())
+    found = computed(overrides)
     assert (found.tokens, found.flops_forward_by_rank) == (tokens, by_rank)
     assert found.flops["forward"] == sum(by_rank)
     forward = found.passes["forward"]
@@ -140,5 +140,5 @@ def test_no_share_is_said_of_a_limit_that_a_pass_was_faster_than():
     assert metrics.exceeds(found)
     # other times, as after another round, are judged anew
     assert not metrics.exceeds(
-        metrics.at(found, {"forward": 13.4, "backward": 34.0}, resolved("attention=ring", *SIZES))
+        metrics.at(found, {"forward": 13.4, "backward": 34.0}, resolved("attention=ring", SIZES))
     )

@@ -190,7 +190,7 @@ class Attention:
 
     def __init__(self, *overrides):
         self.me, self.log = alone(), []
-        self.experiment = resolved("attention=ring", "hardware=cpu", "timing.settle_ms=0", *overrides)
+        self.experiment = resolved("attention=ring hardware=cpu timing.settle_ms=0", *overrides)
         self.options = {"cu_seqlens": self.cu_seqlens}
 
     def other_packs(self, n):
@@ -265,6 +265,6 @@ def test_what_a_slow_observer_costs_the_host_is_the_lead_that_it_gets_and_a_lead
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("thread", [False, True])
 def test_a_backward_is_timed_without_waking_autograds_thread_unless_that_is_wanted(in_world, thread):
-    size = ["seq_len=256", "heads=4", "kv_heads=4", "head_dim=64", "hardware=cuda", "world_size=1"]
-    spec = resolved("attention=ring", *size, *([f"timing.autograd_thread={thread}"] if thread else []), gpus=1)
+    size = "attention=ring seq_len=256 heads=4 kv_heads=4 head_dim=64 hardware=cuda world_size=1"
+    spec = resolved(size, f"timing.autograd_thread={thread}", gpus=1)
     assert in_world(program.backward_here, 1, "cuda", experiment=spec.plain()) is not thread

@@ -95,7 +95,7 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
 
 def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, printed):
     """On a CPU, where ranks always share what there is."""
-    spec = resolved("config=tiny", "hardware=cpu", "world_size=2", "seq_len=64")
+    spec = resolved("config=tiny hardware=cpu world_size=2 seq_len=64")
     plain = replace(spec, launch=replace(spec.launch, share_gpu=True)).plain()
     outcome = pool.get(WorldSpec(2, "cpu")).call("runner.job:run", {"result": begun(plain)})
     assert outcome.status == "ok", outcome.reason
