@@ -36,15 +36,17 @@ from attention.call import (
 from attention.errors import UnsupportedCall, nearest
 from attention.executors.plan import Plan
 from attention.geometry.layouts import CuSeqlens, Layout, Shard, beyond
+from attention.geometry.options import HeadCount
 from attention.gpu import private
 from attention.gpu.cuda_graphs import GraphReplay
 from attention.gpu.uploads import hold_for_caller
 from attention.masks.mask import Mask
+from attention.padding import Padding
 from attention.plan import Plans, Prepared, plan_of
 from attention.reduction.parts import merge
 from attention.replay import check_replay
 from attention.shard_check import check_shards
-from attention.tensors import TOKENS, fit, token_indices
+from attention.tensors import fit
 from attention.transports import Transport
 from attention.variants.registry import AUTO, SUMMARY, everything, variant
 
@@ -348,10 +350,8 @@ class ContextParallel:
             plan = prepared.plan
             if q.is_cuda:
                 hold_for_caller(plan.transport.captured)
-            at = None
-            if prepared.padding:  # NaN there would reach other tokens: a kernel multiplies what a mask excludes by 0
-                at = token_indices(prepared.padding, q.device)
-                q, k, v = (x.index_fill(TOKENS, at, 0) for x in (q, k, v))
+            if prepared.padding is not None:
+                q, k, v, sinks = prepared.padding.add(q, k, v, sinks)
             if self.settings.check and self.world > 1 and not self.layout.replicated:
                 check_shards({"k": k, "v": v} if self.variant.decode else {"q": q, "k": k, "v": v}, self.group)
             if prepared.scale is not None:
@@ -359,8 +359,8 @@ class ContextParallel:
             q, k, v = fit((q, k, v), plan.kernel.align)
             inputs = (q, k, v) if sinks is None else (q, k, v, sinks.contiguous())
             result = attend(inputs, plan, self.graphs if plan.graphs else None, prepared.gradient)
-            if at is not None:
-                result = _without(at, *result)
+            if prepared.padding is not None:
+                result = prepared.padding.cut(*result)
             return result if return_lse else result[0]
         except Exception as error:
             self.calls.fail(error)
@@ -371,8 +371,10 @@ class ContextParallel:
         self._check_group(communicates=True)
         spec = call_spec(self, q, k, v, **arguments)
         plan, real = plan_of(self, spec), spec.cu_seqlens[-1]
-        padded = beyond(self._shards((0, real), spec.padding)[self.rank], real) if spec.padding else ()
-        return Prepared(plan, spec.shape.backward, arguments.get("scale"), tuple(padded), spec.mask)
+        tokens = beyond(self._shards((0, real), spec.padding)[self.rank], real) if spec.padding else ()
+        heads = tuple(HeadCount(n, m // n) for n, m in ((k.shape[-2], q.shape[-2]), (plan.kv_heads, plan.heads)))
+        padding = Padding(tuple(tokens), *heads) if tokens or heads[0] != heads[1] else None
+        return Prepared(plan, spec.shape.backward, arguments.get("scale"), padding, spec.mask)
 
     def _with_prefix(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], prefix: object, tokens: int | None
@@ -433,11 +435,6 @@ def _refused(dropout: float, unknown: dict[str, Any]) -> ValueError:
         )
     check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
     return ValueError(f"dropout={dropout}: not supported; use dropout=0")
-
-
-def _without(at: Tensor, out: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(out, lse), cleared at these tokens of padding: a band does not exclude their queries."""
-    return out.index_fill(TOKENS, at, 0), None if lse is None else lse.index_fill(-1, at, -torch.inf)
 
 
 def _unpickled(settings: Settings, rank: int, world: int, choice: auto.Choice | None) -> ContextParallel:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from numbers import Real
@@ -22,7 +22,7 @@ from attention import masks
 from attention.errors import nearest
 from attention.executors.plan import KeyLengths
 from attention.geometry.layouts import CuSeqlens
-from attention.geometry.options import Options, check_heads
+from attention.geometry.options import HeadCount, Options, check_heads
 from attention.kernels import Shape
 from attention.masks.band import Band
 from attention.masks.mask import Mask
@@ -100,8 +100,10 @@ def call_spec(
     total = kv_tokens if kv_tokens is not None else tokens(k) * (1 if fn.layout.replicated else fn.world)
     lengths = check_kv_lengths(kv_lengths, len(q), total, q.device, fn.variant)
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    shape = Shape.of(q, k, v, gradient, softcap is not None)
+    kv_heads, ratio = fn.options.computed(HeadCount(shape.kv_heads, shape.heads // shape.kv_heads), fn.world)
     return CallSpec(
-        shape=Shape.of(q, k, v, gradient, softcap is not None),
+        shape=replace(shape, heads=kv_heads * ratio, kv_heads=kv_heads),
         batch=1 if packed else len(q),
         kv_tokens=tokens(k),
         cu_seqlens=check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, decode)),

@@ -21,10 +21,11 @@ from attention.geometry.schedules import Problem, Subproblem, masks
 from attention.kernels import Call, Kernel
 from attention.kernels.patterns import ForPatterns
 from attention.kernels.tile_lists import most_at_once
-from attention.masks.band import FULL, Band, Intervals
+from attention.masks.band import FULL, Band
 from attention.masks.mask import Mask, Padded
 from attention.masks.pattern import Pattern
 from attention.masks.sequences import mask_of, of_sequences
+from attention.padding import Padding
 from attention.replay import takes_graphs
 from attention.tensors import on_host
 from attention.variants.base import Variant, takers
@@ -40,13 +41,12 @@ UNCOMPARED = ("shape", "kv_tokens", "kv_lengths", "agreement_s")  # which ranks 
 
 
 class Prepared(NamedTuple):
-    """A checked call. gradient: whether it may have a backward. scale: its sign is moved into the queries. padding: where this rank has
-    padding. mask: kept alive, since the key has its identity."""
+    """A checked call. gradient: whether it may have a backward. scale: its sign is moved into the queries. mask: kept alive, since the key has its identity."""
 
     plan: Plan
     gradient: bool
     scale: float | None
-    padding: Intervals
+    padding: Padding | None
     mask: Mask | None
 
 

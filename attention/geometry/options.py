@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from attention.errors import UnsupportedCall, nearest
 
@@ -20,6 +20,13 @@ def divisors(n: int) -> list[int]:
 def one_of(values: tuple[Any, ...], default: Any) -> Any:
     """A field that takes one of `values`, or its default."""
     return field(default=default, metadata={"values": values})
+
+
+class HeadCount(NamedTuple):
+    """KV heads, and the query heads that each serves."""
+
+    kv: int
+    ratio: int
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,10 @@ class Options:
     def sharing(self, world: int) -> int:
         """Ranks among which heads are exchanged for sequence. Raises ValueError unless they divide the world."""
         return 1
+
+    def computed(self, heads: HeadCount, world: int) -> HeadCount:
+        """The heads that are computed of a call with these: more, where others would not divide."""
+        return heads
 
     def padded(self, padding: int) -> Options:
         """The options for sequences with so many tokens of padding at their end."""
@@ -80,16 +91,23 @@ class RingOptions(Options):
 
 @dataclass(frozen=True)
 class HeadParts(RingOptions):
-    """A ring, or an exchange of heads, in parts of the heads."""
+    """A ring, or an exchange of heads, in parts of the heads. Where `sharing` ranks do not divide the heads, the fewest that they
+    divide are computed. Fewer KV heads than ranks are computed by several ranks each."""
 
     head_parts: int | None = None  # type: ignore[override]
+
+    def computed(self, heads: HeadCount, world: int) -> HeadCount:
+        ranks = self.sharing(world)
+        by_kv = HeadCount(-(-heads.kv // ranks) * ranks, heads.ratio)
+        fewer = [HeadCount(n, -(-heads.ratio * n // ranks) * ranks // n) for n in divisors(ranks) if n >= heads.kv]
+        return min([by_kv, *fewer], key=lambda x: x.kv * x.ratio)
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
         """Each rank's KV heads can be computed in so many parts."""
         super().check(heads, kv_heads, world)
         if self.head_parts is None:
             return
-        own = max(1, kv_heads // self.sharing(world))
+        own = max(1, self.computed(HeadCount(kv_heads, heads // kv_heads), world).kv // self.sharing(world))
         if not _positive(self.head_parts) or own % self.head_parts:
             raise ValueError(
                 f"head_parts={self.head_parts}: must divide a rank's {own} KV heads; it may be {divisors(own)}"
@@ -143,29 +161,6 @@ def check_stride(stride: int | None, kv_heads: int) -> int:
     if not _positive(stride) or kv_heads % stride:
         raise ValueError(f"heads_k_stride={stride}: must divide kv_heads={kv_heads}; it may be {divisors(kv_heads)}")
     return stride
-
-
-def check_sharing(
-    name: str,
-    ranks: int,
-    heads: int,
-    kv_heads: int,
-    world: int,
-    replicates: bool = True,
-    variant: str = "",
-) -> None:
-    """Raises ValueError unless `ranks` can each have the same number of heads. `replicates`: where there are fewer KV heads than
-    ranks, several ranks have the same one. variant: the one with the option `ulysses_size`, where it is another."""
-
-    def shared(n: int) -> bool:
-        return heads % n == 0 and (kv_heads % n == 0 or (replicates and n % kv_heads == 0))
-
-    if not shared(ranks):
-        fits = [n for n in divisors(world) if shared(n)]
-        raise ValueError(
-            f"heads={heads}, kv_heads={kv_heads}: {name} gives each of {ranks} ranks the same number of heads; "
-            f"{variant or name} with ulysses_size {' or '.join(map(str, fits))} would work"
-        )
 
 
 def ulysses_group(wanted: int | None, world: int) -> int:

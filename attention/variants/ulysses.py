@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.geometry.layouts import CONTIGUOUS
-from attention.geometry.options import HeadParts, check_sharing
+from attention.geometry.options import HeadParts
 from attention.geometry.schedules import LOCAL
 from attention.variants.base import Variant, register
 
@@ -17,10 +17,6 @@ from attention.variants.base import Variant, register
 class UlyssesOptions(HeadParts):
     def sharing(self, world: int) -> int:
         return world
-
-    def check(self, heads: int, kv_heads: int, world: int) -> None:
-        super().check(heads, kv_heads, world)
-        check_sharing("ulysses", world, heads, kv_heads, world, variant="usp")
 
 
 register(

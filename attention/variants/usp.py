@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from attention.geometry.layouts import CONTIGUOUS, Layout
-from attention.geometry.options import HeadParts, check_sharing, one_of, ulysses_group
+from attention.geometry.options import HeadParts, one_of, ulysses_group
 from attention.geometry.schedules import RING
 from attention.masks.band import Band
 from attention.masks.mask import Mask
@@ -24,10 +24,6 @@ class UspOptions(HeadParts):
 
     def sharing(self, world: int) -> int:
         return ulysses_group(self.ulysses_size, world)
-
-    def check(self, heads: int, kv_heads: int, world: int) -> None:
-        super().check(heads, kv_heads, world)
-        check_sharing("usp", self.sharing(world), heads, kv_heads, world)
 
 
 class _Usp(Variant[UspOptions]):

@@ -22,7 +22,7 @@ from attention.executors.plan import Plan, PlannedStep, part_plan, plan_steps
 from attention.geometry.counts import Shapes, backward_flops, forward_flops
 from attention.geometry.intervals import length
 from attention.geometry.layouts import sizes_of
-from attention.geometry.options import Options
+from attention.geometry.options import HeadCount, Options
 from attention.geometry.schedules import Problem
 from attention.gpu.streams import Inline
 from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
@@ -96,6 +96,8 @@ def dry_run(
     """The forward of a rank, and with `backward` its backward. pulls: over a transport that brings each rank only the keys it needs,
     where others gather all for every rank unless there is a window; packed: the tensors are a packed batch; kernel: whose scratch
     memory counts, "" for none. Raises KeyError for an external package."""
+    kv_heads, ratio = options.computed(HeadCount(shapes.kv_heads, shapes.heads // shapes.kv_heads), problem.ranks)
+    shapes = replace(shapes, heads=kv_heads * ratio, kv_heads=kv_heads)
     held = sizes_of(variant.border(problem.ranks, options), problem.cu_seqlens, problem.ranks)[rank]
     n = held if problem.q_tokens is None else problem.q_tokens
 

@@ -120,6 +120,12 @@ class AttentionWork(Workload):
             self.inputs += [self.fn.shard(x, role="kv") for x in prefix]
             self.options |= {"prefix": tuple(self.inputs[-2:]), "prefix_tokens": work.prefix}
 
+    def notes(self) -> list[str]:
+        work, plan = self.spec, self.plan
+        if plan.heads == work.heads:
+            return []
+        return [f"heads={work.heads}: computed as {plan.heads}, {plan.kv_heads} of KV, which the ranks divide"]
+
     def shard_of_input(self, which: str) -> Tensor:
         """Without a check each rank draws its own, as a training step gets them, so that none holds a whole tensor."""
         work, role, is_checked = self.spec, "kv" if which in ("k", "v") else "q", self.experiment.check.enabled

@@ -13,7 +13,7 @@ from typing import Any
 
 from attention.errors import nearest
 from attention.geometry.layouts import CONTIGUOUS, Layout
-from attention.geometry.options import Options, check_sharing, check_stride, one_of, ulysses_group
+from attention.geometry.options import Options, check_stride, divisors, one_of, ulysses_group
 from attention.geometry.schedules import GATHER, RING, Schedule
 from attention.variants import registry, stripe, zigzag
 from attention.variants.base import Chosen, Variant
@@ -87,7 +87,12 @@ class YunchangOptions(Options):
     ulysses_size: int | None = None
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
-        check_sharing("usp_yunchang", self.sharing(world), heads, kv_heads, world, replicates=False)
+        ranks = self.sharing(world)
+        if heads % ranks or kv_heads % ranks:
+            fits = [n for n in divisors(world) if heads % n == kv_heads % n == 0]
+            raise ValueError(
+                f"heads={heads}, kv_heads={kv_heads}: usp_yunchang divides them among {ranks} ranks; ulysses_size may be {fits}"
+            )
 
     def sharing(self, world: int) -> int:
         return ulysses_group(self.ulysses_size, world)

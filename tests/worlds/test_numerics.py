@@ -59,6 +59,14 @@ def cases(name: str, world: int, chosen: dict[str, Any], transport: str) -> list
     ]
     if name in coverage.ANY_LENGTHS:  # sequences of one token, and across rank borders
         calls += [{"lengths": odd}, {"lengths": odd, "window": (4, 0)}]
+    if (
+        name in ("ulysses", "usp") and not parts
+    ):  # heads that the ranks do not divide, KV heads among fewer and more ranks
+        odd_heads = [(5, 5), (7, 1), (9, 3), (10, 2)]
+        calls += [
+            {"heads": h, "kv_heads": n, "lengths": packs, "sinks": "fp32", "gradients": "qkvs"} for h, n in odd_heads
+        ]
+        calls.append({"heads": 5, "kv_heads": 5, "tokens": 13, "pad": True, "scale": -0.3, "batch": 2})
     if variant.any_mask and not {"head_parts", "own_first", "grouping"} & chosen.keys():
         calls.append({"tokens": 13, "pad": True, "lengths": (3, 0, 8, 2), "dtype": "fp64"})
         masks = MASKS[:2] if variant.causal_only or "contiguous" not in chosen.get("ring", "contiguous") else MASKS

@@ -31,8 +31,6 @@ def test_every_world_has_its_fastest_variant_first_and_reasons_last():
         times = [row.ms for row in here if row.ms is not None]
         assert times == sorted(times) and len(times) >= 6
         assert all(row.why for row in here[len(times) :])
-    (why,) = [row.why for row in predictions if row.variant == "ulysses" and row.world_size == 64]
-    assert "usp with ulysses_size" in why
 
 
 @pytest.mark.parametrize("name", groups()["topology"])

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import attention
 from attention.executors.plan import plan_steps
 from attention.geometry import schedules
 from attention.geometry.intervals import length
-from attention.geometry.options import check_heads
+from attention.geometry.options import HeadCount, check_heads
 from attention.geometry.schedules import (
     RING,
     GatherSchedule,
@@ -222,15 +223,18 @@ def test_query_heads_must_be_a_multiple_of_kv_heads(heads, kv_heads, rule):
         check_heads(heads, kv_heads)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(12, 4, 6), (4, 4, 3), (6, 1, 4)])
-def test_heads_must_go_into_a_ulysses_group_and_kv_heads_share_or_be_replicated(heads, kv_heads, size):
-    def check(size):
-        VARIANTS["usp"].parse({"ulysses_size": size}).check(heads, kv_heads, 12)
+def _divide(heads: HeadCount, ranks: int) -> bool:
+    """Each rank has as many query heads, and KV heads or one that others have, too."""
+    return heads.kv * heads.ratio % ranks == 0 and (heads.kv % ranks == 0 or ranks % heads.kv == 0)
 
-    with pytest.raises(ValueError, match=f"heads={heads}, kv_heads={kv_heads}: ") as error:
-        check(size)
-    for offer in re.findall(r"\d+", str(error.value).split("ulysses_size ")[1]):
-        check(int(offer))
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_the_fewest_heads_that_a_ulysses_group_divides_are_computed(ranks):
+    for heads in product(range(1, 10), range(1, 8)):
+        computed = VARIANTS["ulysses"].parse({}).computed(HeadCount(*heads), ranks)
+        more = [HeadCount(*x) for x in product(range(heads[0], 17), range(heads[1], 57))]
+        assert computed in more and _divide(computed, ranks)
+        assert computed.kv * computed.ratio == min(x.kv * x.ratio for x in more if _divide(x, ranks))
 
 
 @pytest.mark.parametrize(
