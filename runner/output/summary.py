@@ -78,16 +78,17 @@ def summarize_sweep(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def remarks(rows: list[dict[str, Any]]) -> list[str]:
-    """The sentences that a reader needs to compare the rows."""
+def remarks(rows: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """The sentences that a reader needs to compare the rows, each with the titles of the columns that it is about."""
     ran = [entry for entry in rows if entry["status"] == "ok"]
-    found = []
+    found: dict[str, tuple[str, ...]] = {}
     if {entry.get("seqlens") is None for entry in ran} == {True, False}:
-        found.append("Rows with sequences are of packed batches: less work than one sequence of as many tokens.")
+        found["Rows with sequences are of packed batches: less work than one sequence of as many tokens."] = ()
     if any(entry.get("exposed_forward_ms") is not None for entry in ran):
-        found.append(
-            "exp. fwd, exp. bwd: ms in which compute waits for communication, timed separately from fwd and bwd."
-        )
+        exposed = "exp. fwd", "exp. bwd"
+        found[
+            f"{', '.join(exposed)}: ms in which compute waits for communication, timed separately from fwd and bwd."
+        ] = exposed
     return found
 
 

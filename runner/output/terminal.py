@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from textwrap import fill
 
 from rich import box
@@ -67,11 +67,11 @@ def print_rows(
     words: Collection[str] = (),
     drop: Sequence[str] = (),
     leading: int = 0,
-    notes: Iterable[str] = (),
+    notes: Mapping[str, Collection[str]] = {},
     elsewhere: str = "a wider terminal, or COLUMNS=200, shows them",
 ) -> None:
     """Print a table of those columns that have a text, fitted to the terminal, then the notes and the columns that were left
-    out. left: titles of columns that are aligned left. words, drop: as in `fit`. No number is ever cut: a table that is
+    out. notes: each with the titles of its columns; none of them: a note on the whole. left: titles of columns that are aligned left. words, drop: as in `fit`. No number is ever cut: a table that is
     still too wide continues in the terminal's next line."""
     filled = {x: cells for x, cells in zip(columns, zip(*rows, strict=True), strict=False) if any(cells)}
     widths, dropped = fit(filled, out.width, words, drop)
@@ -86,7 +86,8 @@ def print_rows(
         console.print(table)
     lines = (line.rstrip() for line in captured.get().splitlines())
     out.print(Text.from_ansi("\n".join(lines)), soft_wrap=True)
-    for note in [*notes, *([f"too narrow here for {', '.join(dropped)}: {elsewhere}"] if dropped else [])]:
+    shown = [note for note, about in notes.items() if not about or {*about} & {*widths}]
+    for note in [*shown, *([f"too narrow here for {', '.join(dropped)}: {elsewhere}"] if dropped else [])]:
         out.print(fill(note, out.width), soft_wrap=True, markup=False)
 
 

@@ -90,6 +90,9 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
             assert {f"{14 + number}.00", "zigzag_llama3", f"{1024 * 4**number:,}"} <= set(line.split())
         assert "TFLOP/s" in " ".join(lines)
         assert any(line.startswith("too narrow here for") for line in lines) == (width == 80)
+        assert any(line.startswith("exp. fwd, exp. bwd:") for line in lines) == (
+            width == 100
+        )  # of columns that it shows
     assert not any("too narrow" in line for line in printed(display.sweep_table, rows))
 
 
