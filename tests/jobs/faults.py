@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,10 +39,15 @@ def starts_a_process(me: Rank, how: str) -> list[int | None]:
     return me.gather(code)
 
 
-def exit_later(me: Rank, rank: int, seconds: float) -> None:
-    """One rank ends with a plain exit code after the job."""
+def exits_when_told(me: Rank, rank: int, pipe: str) -> None:
+    """After the job one rank ends with a plain exit code, once somebody has written to the pipe."""
+
+    def wait() -> None:
+        Path(pipe).read_text()
+        os._exit(3)
+
     if me.rank == rank:
-        threading.Timer(seconds, os._exit, [3]).start()
+        threading.Thread(target=wait, daemon=True).start()
 
 
 def refuse(me: Rank) -> None:
@@ -82,7 +88,6 @@ def sleep_on(me: Rank, rank: int, seconds: float, stack_after_s: float | None = 
 
 
 def hoard(me: Rank, gigabytes: float) -> None:
-
     me.say("working")
     with memory_limit(me, gigabytes):
         kept = [torch.ones(1 << 28, dtype=torch.uint8) for _ in range(int(4 * gigabytes) + 4)]

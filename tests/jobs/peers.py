@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from runner.launch.rank import Rank
-from runner.peers import PEERS, function
+from runner.peers import function
 from tests.support.cases import Case, whole, wrong
 
 
@@ -58,32 +58,3 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
         found.append(sorted(set(seen)))
         seen.clear()
     return found
-
-
-def refused(me: Rank) -> dict[str, str]:
-    """The messages for calls that packages cannot do, as if they were installed."""
-
-    def text(
-        name: str = "rfa_zigzag", dtype: Any = torch.bfloat16, batch: int = 1, how: Any = None, **call: Any
-    ) -> str:
-        lead = (8,) if "cu_seqlens" in call else (batch, 8)
-        x, package = torch.zeros(*lead, 4, 16, dtype=dtype), PEERS[name]
-        PEERS[name] = replace(package, needs=(), cuda=False)
-        try:
-            function.make(name, **(how or {}))(x, x, x, **{"causal": True, **call})
-        except ValueError as error:
-            return str(error)
-        finally:
-            PEERS[name] = package
-        return "nothing"
-
-    return {
-        "fp32": text(dtype=torch.float32),
-        "batch": text("rfa_llama3", batch=2),
-        "lse": text(return_lse=True),
-        "softcap": text(softcap=2.0),
-        "padding": text(padding=3),
-        "transport": text(how={"transport": "symm"}),
-        "kernel": text("torch_cp", how={"kernel": "math"}),
-        "pack": text(cu_seqlens=[0, 4, 8]),
-    }

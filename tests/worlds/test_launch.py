@@ -36,13 +36,11 @@ def lives(pid):
         return False
 
 
-def gone(pids, within_s=5.0):
-    deadline = time.time() + within_s
-    while any(map(lives, pids)):
-        if time.time() > deadline:
-            return False
+def gone(pids):
+    deadline = time.time() + 60  # it takes an instant
+    while any(map(lives, pids)) and time.time() < deadline:
         time.sleep(0.05)
-    return True
+    return not any(map(lives, pids))
 
 
 def test_a_world_is_reused_after_a_refusal_and_takes_a_job_longer_than_the_pipe(pool):
@@ -121,7 +119,7 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack_which_may_take_a_while(world
     pids, start = world.call(faults.pids, {}).result, time.time()
     arguments = {"rank": 1, "seconds": 60, "late_s": 0.2, "stack_after_s": 1.0}
     outcome = world.call(faults.sleep_on, arguments, timeout_s=1.0, log=tmp_path / "log")
-    assert time.time() - start < 15
+    assert time.time() - start < 50  # of 60
     # rank 0 is silent for longer, but its stack says that it waits for another
     assert (outcome.status, outcome.rank, outcome.phase) == ("timeout", 1, "working")
     assert "launch.timeout_s=N allows more" in outcome.reason
@@ -179,14 +177,16 @@ def test_a_stack_says_whether_its_rank_waits_for_others(tmp_path, frames, waits)
     assert WorldFiles(tmp_path, range(1)).in_exchange(0) is waits
 
 
-def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one_and_fresh_replaces_a_world():
+def test_a_rank_that_died_or_exited_between_two_jobs_is_no_outcome_of_the_next_one_and_fresh_replaces_a_world(tmp_path):
     with Pool() as pool:
         pids = pool.call(TWO, faults.pids, {}).result
         os.kill(pids[1], signal.SIGKILL)
         assert pool.call(TWO, faults.echo, {"value": 1}).result == [1, 1]
-        assert pool.call(TWO, faults.exit_later, {"rank": 1, "seconds": 0.3}).status == "ok"
-        ranks = [state["pid"] for state in pool.get(TWO).files.states()]
-        while lives(ranks[1]):
+        os.mkfifo(told := tmp_path / "told")
+        assert pool.call(TWO, faults.exits_when_told, {"rank": 1, "pipe": str(told)}).status == "ok"
+        rank = pool.get(TWO).files.states()[1]["pid"]
+        told.write_text("exit")
+        while lives(rank):
             time.sleep(0.01)
         assert pool.call(TWO, faults.echo, {"value": 1}).result == [1, 1]
         before = pool.call(TWO, faults.pids, {}).result
@@ -215,7 +215,7 @@ def test_the_ranks_and_their_folder_end_with_the_program(tmp_path, monkeypatch):
 def test_an_agent_whose_program_has_ended_already_ends(tmp_path):
     (tmp_path / "part.json").write_text(json.dumps(asdict(Part(WorldSpec(1, "cpu")))))
     command = [sys.executable, "-m", "runner.launch.node", str(tmp_path)]
-    assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=10).returncode == 1
+    assert subprocess.run(command, env={**os.environ, "ATTENTION_LAUNCHER": "-1"}, timeout=60).returncode == 1
 
 
 def listening(pids):

@@ -3,13 +3,16 @@
 import importlib.util
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import attention
 from runner.measure import metrics
-from runner.peers import PEERS, torch_cp
+from runner.peers import PEERS, function, torch_cp
 from tests.conftest import ROOT
 from tests.jobs import peers as jobs
 from tests.support.composing import resolved
@@ -68,17 +71,35 @@ def test_a_package_that_is_not_installed_is_refused_with_the_pip_line(monkeypatc
         assert not package.needs or "pip install" in reason
 
 
-def test_refusals_name_the_rule_and_the_way_out(in_world):
-    assert in_world(jobs.refused, 1) == {
-        "fp32": "dtype=fp32: rfa_zigzag is for bf16 and fp16 only; use dtype=bf16",
-        "batch": "batch=2: rfa_llama3 takes a packed batch or a batch of 1; use batch=1 or seqlens",
-        "lse": "return_lse=True: rfa_zigzag gives no LSE here; use return_lse=False",
-        "softcap": "softcap: rfa_zigzag has none here; our own variants take softcap",
-        "padding": "padding=3: rfa_zigzag has none here; our own variants take padding",
-        "transport": "transport=symm: rfa_zigzag sends by torch.distributed itself; use transport=auto",
-        "kernel": "kernel=math: torch_cp runs PyTorch's own kernels only; use sdpa_cudnn, sdpa_flash or auto",
-        "pack": "a packed batch of 2 sequences: rfa_zigzag takes batches of single sequences; use seqlens=null, or llama3",
-    }
+REFUSED = [  # package, options, shape, dtype, arguments
+    ("rfa_zigzag", {}, (1, 8), "float32", {}, "dtype=fp32: rfa_zigzag is for bf16 and fp16 only; use dtype=bf16"),
+    ("rfa_llama3", {}, (2, 8), "bfloat16", {}, "batch=2: rfa_llama3 takes a packed batch or a batch of 1; use batch=1 or seqlens"),
+    ("rfa_zigzag", {}, (1, 8), "bfloat16", {"return_lse": True}, "return_lse=True: rfa_zigzag gives no LSE here; use return_lse=False"),
+    ("rfa_zigzag", {}, (1, 8), "bfloat16", {"softcap": 2.0}, "softcap: rfa_zigzag has none here; our own variants take softcap"),
+    ("rfa_zigzag", {}, (1, 8), "bfloat16", {"padding": 3}, "padding=3: rfa_zigzag has none here; our own variants take padding"),
+    ("rfa_zigzag", {"transport": "symm"}, (1, 8), "bfloat16", {},
+     "transport=symm: rfa_zigzag sends by torch.distributed itself; use transport=auto"),
+    ("torch_cp", {"kernel": "math"}, (1, 8), "bfloat16", {},
+     "kernel=math: torch_cp runs PyTorch's own kernels only; use sdpa_cudnn, sdpa_flash or auto"),
+    ("rfa_zigzag", {}, (8,), "bfloat16", {"cu_seqlens": [0, 4, 8]},
+     "a packed batch of 2 sequences: rfa_zigzag takes batches of single sequences; use seqlens=null, or llama3"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("name", "options", "shape", "dtype", "given", "message"), REFUSED)
+def test_refusals_name_the_rule_and_the_way_out(alone, monkeypatch, name, options, shape, dtype, given, message):
+    monkeypatch.setitem(PEERS, name, replace(PEERS[name], needs=(), cuda=False))  # as if it were installed
+    x = torch.zeros(*shape, 4, 16, dtype=getattr(torch, dtype))
+    with pytest.raises(ValueError) as error:
+        function.make(name, **options)(x, x, x, causal=True, **given)
+    assert str(error.value) == message
 
 
 def test_ulysses_ranks_share_the_kv_heads_evenly():
