@@ -8,7 +8,7 @@ from runner import command, rounds
 from runner.config import overrides
 from runner.config.values import InvalidConfig
 from runner.output import results
-from tests.support.recorded import result, timed, write
+from tests.support.recorded import result, timed, written
 
 
 @pytest.mark.parametrize("values", ["kernel:sdpa_flash,math", "window:[512,0],[64,0]", "launch.env:{A:1},{A:2}"])
@@ -29,24 +29,22 @@ def test_what_it_cannot_compare_is_refused_in_a_line(values):
 def in_rounds(folder, kernel, seq_len, ms, clocks, seed):
     draw = random.Random(seed)
     by_round = [[clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for _ in range(7)] for clock in clocks]
-    samples = [{"forward": [ms for one in by_round for ms in one]}]
-    value = result("zigzag", ms, kernel=kernel, seq_len=seq_len)
-    value["timing"] |= timed(samples)
-    value["timing"]["rounds"] = {"done": 3, "of": 3, "drift": {}, "by_round": []}
-    value["environment"]["started_at"] = float(seed)
+    samples = [{"forward": sum(by_round, [])}]
+    value = result("zigzag", ms, kernel=kernel, seq_len=seq_len, started_at=float(seed))
+    value["timing"] |= timed(samples) | {"rounds": {"done": 3, "of": 3, "drift": {}, "by_round": []}}
     value["config"]["order"] = "interleaved:kernel"
     value["environment"]["overrides"] = [f"seq_len={seq_len}", f"kernel={kernel}", "order=interleaved"]
-    write(folder / value["name"], value)
+    written(folder, value)
     results.write_samples(folder / value["name"] / "samples.parquet", samples, [7] * len(clocks))
 
 
 def test_there_is_a_verdict_for_each_combination_of_the_other_keys(tmp_path):
-    for seq_len, ms in ((8192, 12.0), (16384, 10.05), (32768, 10.05)):
-        clocks = [1.0, 1.1, 0.95]
-        in_rounds(tmp_path, "math", seq_len, 10.0, clocks, 1)
-        in_rounds(tmp_path, "flex", seq_len, ms, clocks if seq_len < 32768 else [0.9, 1.05, 1.1], 2)
-    lines = sorted(command.verdicts(tmp_path))
+    same, other = [1.0, 1.1, 0.95], [0.9, 1.05, 1.1]
+    for seq_len, ms, clocks in ((8192, 12.0, same), (16384, 10.05, same), (32768, 10.05, other)):
+        in_rounds(tmp_path, "math", seq_len, 10.0, same, 1)
+        in_rounds(tmp_path, "flex", seq_len, ms, clocks, 2)
+    even, inconclusive, slower = sorted(command.verdicts(tmp_path))
     start = "kernel=flex against kernel=math:"
-    assert lines[0].startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
-    assert lines[1].startswith(f"seq_len=32768: {start} inconclusive") and lines[1].count("narrows it") == 1
-    assert lines[2].startswith(f"seq_len=8192: {start} slower, +1")
+    assert even.startswith(f"seq_len=16384: {start} even")  # the clock that both had is taken out
+    assert inconclusive.startswith(f"seq_len=32768: {start} inconclusive") and inconclusive.count("narrows it") == 1
+    assert slower.startswith(f"seq_len=8192: {start} slower, +1")

@@ -19,6 +19,6 @@ LIMIT = Tolerance(rel_l2=1e-6, absolute=1e-6, row=1e-5, gain=1e-5)
 )
 def test_each_tolerance_that_is_exceeded_is_a_sentence(x, faults):
     error, value = Error(), torch.ones(64, 1, 2)
-    error.add(torch.tensor(x).expand(64, 1, 2), value, value.norm(dim=-1), LIMIT.absolute)
+    error.add(torch.tensor(x).expand_as(value), value, value.norm(dim=-1), LIMIT.absolute)
     found = error.faults("out", LIMIT)
-    assert len(found) == len(faults) and all(part in text for part, text in zip(faults, found, strict=True)), found
+    assert all(part in text for part, text in zip(faults, found, strict=True)), found

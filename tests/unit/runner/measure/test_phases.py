@@ -150,9 +150,9 @@ def test_a_name_that_the_table_cannot_hold_is_refused(name):
     ("starts", "clocks", "aligned"),
     [
         # once, rank 1 starts late
-        ([[100, 110, 120, 130], [5100.25, 5110, 5120, 5130]], (0, 1), [0, 10, 20, 30, 0.25, 10, 20, 30]),
+        ([[100, 110, 120], [5100.25, 5110, 5120]], (0, 1), [0, 10, 20, 0.25, 10, 20]),
         # two hosts of two ranks; rank 1 always starts 1 ms after rank 0
-        ([[100, 110], [101, 111], [7000, 7010], [7003, 7013]], ("a", "a", "b", "b"), [0, 10, 1, 11, 0, 10, 3, 13]),
+        ([[100, 110], [101, 111], [7000, 7010], [7003, 7013]], "aabb", [0, 10, 1, 11, 0, 10, 3, 13]),
     ],
 )
 def test_clocks_are_aligned_by_what_ranks_start_together(starts, clocks, aligned):
@@ -161,6 +161,5 @@ def test_clocks_are_aligned_by_what_ranks_start_together(starts, clocks, aligned
         for rank, own in enumerate(starts)
         for i, ms in enumerate(own)
     ]
-    assert on_one_clock(recorded, clocks) == Clocks(count=2, error_ms=0.0)
-    assert [row["start_ms"] for row in recorded] == aligned
-    assert {row["stop_ms"] - row["start_ms"] for row in recorded} == {2}
+    assert on_one_clock(recorded, clocks) == Clocks(2, 0.0)
+    assert [(row["start_ms"], row["stop_ms"]) for row in recorded] == [(ms, ms + 2) for ms in aligned]

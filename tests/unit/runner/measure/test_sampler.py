@@ -32,11 +32,10 @@ def test_a_cpu_has_nothing_to_sample_and_a_gpu_that_nvml_does_not_know_a_reason(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_gpus_clocks_are_sampled_while_it_works():
     x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    with sampling(torch.device("cuda")) as sampled:
-        until = time.perf_counter() + 1
+    with sampling(x.device) as sampled:
+        until = time.perf_counter() + 2
         while time.perf_counter() < until:
             x @ x
             torch.cuda.synchronize()
     gpu = summary(sampled["series"])
-    assert gpu["samples"] >= 5
-    assert gpu["sm_mhz"].max > 500 and gpu["power_w"].max > 50 and 10 < gpu["temperature_c"].max < 110
+    assert gpu["sm_mhz"]["max"] > 500 and gpu["power_w"]["max"] > 50 and 10 < gpu["temperature_c"]["max"] < 110
