@@ -28,8 +28,7 @@ def test_what_it_cannot_compare_is_refused_in_a_line(values):
 
 def in_rounds(folder, kernel, seq_len, ms, clocks, seed):
     draw = random.Random(seed)
-    by_round = [[clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for _ in range(7)] for clock in clocks]
-    samples = [{"forward": sum(by_round, [])}]
+    samples = [{"forward": [clock * ms * (1 + 0.01 * draw.gauss(0, 1)) for clock in clocks for _ in range(7)]}]
     value = result("zigzag", ms, kernel=kernel, seq_len=seq_len, started_at=float(seed))
     value["timing"] |= timed(samples) | {"rounds": {"done": 3, "of": 3, "drift": {}, "by_round": []}}
     value["config"]["order"] = "interleaved:kernel"

@@ -161,5 +161,5 @@ def test_clocks_are_aligned_by_what_ranks_start_together(starts, clocks, aligned
         for rank, own in enumerate(starts)
         for i, ms in enumerate(own)
     ]
-    assert on_one_clock(recorded, clocks) == Clocks(2, 0.0)
+    assert on_one_clock(recorded, clocks) == Clocks(count=2, error_ms=0.0)
     assert [(row["start_ms"], row["stop_ms"]) for row in recorded] == [(ms, ms + 2) for ms in aligned]
