@@ -25,41 +25,42 @@ SIZES = [
 LONG = "seq_len=8192"  # enough for turns on a CPU
 
 
-def spec(*overrides):
-    return resolved("hardware=cpu", *overrides)
-
-
 def test_jobs_are_compared_that_differ_in_the_variant_its_options_or_the_kernel_alone():
-    jobs = [
-        ["attention=ring", "seq_len=128", "kernel=math"],
-        ["attention=ring", "seq_len=256", "kernel=math"],
-        ["attention=ulysses", "seq_len=128", "kernel=math", "attention.head_parts=2"],
-        ["+experiment=speed", "attention=ring", "seq_len=128"],
-        ["attention=ring", "seq_len=128", "kernel=flex", "replay=graphs"],
+    lines = [
+        "attention=ring seq_len=128 kernel=math",
+        "attention=ring seq_len=256 kernel=math",
+        "attention=ulysses seq_len=128 kernel=math attention.head_parts=2",
+        "+experiment=speed attention=ring seq_len=128",
+        "attention=ring seq_len=128 kernel=flex replay=graphs",
     ]
-    assert rounds.groups(jobs, "auto") == [[0, 2, 4], [1], [3]]
-    assert rounds.groups([["seq_len=1"], ["seq_len=2"], ["world_size=2"]], "auto") == [[0], [1], [2]]
-    assert rounds.groups([["kernels=1"], ["kernels=2"]], "auto") == [[0], [1]]  # another key
+    assert rounds.groups([line.split() for line in lines], "auto") == [[0, 2, 4], [1], [3]]
+    # another key
+    assert rounds.groups([["seq_len=1"], ["world_size=2"], ["kernels=1"], ["kernels=2"]], "auto") == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("order", "overrides", "compared", "expected"),
+    ("order", "line", "compared", "expected"),
     [
-        ("auto", [LONG, "timing.timing_runs=20"], 2, 3),
-        ("auto", [LONG, "timing.timing_runs=6"], 2, 2),  # what a CPU has
-        ("auto", ["seq_len=256", "timing.timing_runs=20"], 2, 1),  # over before a machine drifts
-        ("auto", ["seq_len=256", "timing.timing_runs=2000", "timing.layers=5"], 2, 3),
-        ("auto", [LONG, "timing.timing_runs=5"], 2, 1),  # turns of two samples are mostly warm-up
-        ("auto", [LONG, "timing.timing_runs=20"], 1, 1),
-        ("auto", [LONG, "timing=simple", "timing.timing_runs=20"], 2, 1),
-        ("auto", [LONG, "timing.timing_runs=20", "launch.fresh=true"], 2, 1),
-        ("interleaved", ["timing.timing_runs=2"], 2, 2),
-        ("interleaved:seq_len", ["timing.timing_runs=20", "launch.fresh=true"], 2, 3),
-        ("sequential", ["timing.timing_runs=20"], 2, 1),
+        ("auto", f"{LONG} timing.timing_runs=20", 2, 3),
+        ("auto", f"{LONG} timing.timing_runs=6", 2, 2),  # what a CPU has
+        ("auto", "seq_len=256 timing.timing_runs=20", 2, 1),  # over before a machine drifts
+        ("auto", "seq_len=256 timing.timing_runs=2000 timing.layers=5", 2, 3),
+        ("auto", f"{LONG} timing.timing_runs=5", 2, 1),  # turns of two samples are mostly warm-up
+        ("auto", f"{LONG} timing.timing_runs=20", 1, 1),
+        ("auto", f"{LONG} timing=simple timing.timing_runs=20", 2, 1),
+        ("auto", f"{LONG} timing.timing_runs=20 launch.fresh=true", 2, 1),
+        ("interleaved", "timing.timing_runs=2", 2, 2),
+        ("interleaved:seq_len", "timing.timing_runs=20 launch.fresh=true", 2, 3),
+        ("sequential", "timing.timing_runs=20", 2, 1),
     ],
 )
-def test_the_rounds_of_a_run_follow_from_the_order_and_its_samples(order, overrides, compared, expected):
-    assert rounds.number(order, spec(*overrides), compared) == expected
+def test_the_rounds_of_a_run_follow_from_the_order_and_its_samples(order, line, compared, expected):
+    assert rounds.number(order, resolved("hardware=cpu", line), compared) == expected
 
 
 @pytest.mark.parametrize(("runs", "of"), [(2, 2), (12, 3), (2, 3)])
@@ -71,7 +72,7 @@ def test_every_round_has_each_run_once_and_starts_with_another(runs, of):
 
 @pytest.mark.parametrize(("samples", "of"), [(20, 3), (20, 1)])
 def test_the_rounds_of_a_run_have_its_samples_together_and_only_the_first_does_what_is_done_once(samples, of):
-    whole = replace(spec(f"timing.timing_runs={samples}", "timing=profiler"), energy=True)
+    whole = replace(resolved(f"hardware=cpu timing.timing_runs={samples} timing=profiler"), energy=True)
     first, *later = parts = [rounds.part(whole, this, of) for this in range(of)]
     counts = [part.timing.timing_runs for part in parts]
     assert sum(counts) == samples and max(counts) - min(counts) <= 1
@@ -85,13 +86,11 @@ def test_the_rounds_of_a_run_have_its_samples_together_and_only_the_first_does_w
 
 
 def test_samples_are_read_as_they_were_written(tmp_path):
-    samples = [
-        {"forward": [1.0, 2.0, 3.0], "backward": [4.0, 5.0, 6.0]},
-        {"forward": [7.0, 8.0, 9.0], "backward": [1.0] * 3},
-    ]
-    results.write_samples(tmp_path / "samples.parquet", samples, [2, 1])
-    assert results.read_samples(tmp_path / "samples.parquet") == samples
-    table = pd.read_parquet(tmp_path / "samples.parquet")
+    path = tmp_path / "samples.parquet"
+    samples = [{"forward": [ms, 2.0, 3.0], "backward": [4.0, 5.0, ms]} for ms in (1.0, 7.0)]
+    results.write_samples(path, samples, [2, 1])
+    assert results.read_samples(path) == samples
+    table = pd.read_parquet(path)
     assert list(table[(table["rank"] == 1) & (table["pass"] == "forward")]["round"]) == [0, 0, 1]
 
 

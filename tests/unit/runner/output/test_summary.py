@@ -1,6 +1,7 @@
 """The summary of a sweep: a row for each run, and the columns that tell the runs apart."""
 
 import json
+import re
 
 import pandas as pd
 import pytest
@@ -96,28 +97,25 @@ def test_a_sweeps_table_shows_what_was_swept_and_only_that(capsys, title, change
 
 
 PACK = "seqlens=[64,64,128]"
-SAME = ["kernel=auto", "output=a"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "column", "cells", "settings"),
     [
-        ([["timing.timing_runs=6"], ["timing.timing_runs=8"]], "timing", ["warmup"] * 2, ["timing.timing_runs=6", "timing.timing_runs=8"]),
-        ([["timing.layers=1"], ["timing.layers=4"]], "timing", ["warmup", "warmup over 4 layers"], [None] * 2),
-        ([[PACK], [PACK, "timing.new_packs=true"]], "seqlens", ["64,64,128", "64,64,128, in a new order each time"], [None] * 2),
+        (["timing.timing_runs=6", "timing.timing_runs=8"], "timing", ["warmup"] * 2, ["timing.timing_runs=6", "timing.timing_runs=8"]),
+        (["timing.layers=1", "timing.layers=4"], "timing", ["warmup", "warmup over 4 layers"], [None] * 2),
+        ([PACK, f"{PACK} timing.new_packs=true"], "seqlens", ["64,64,128", "64,64,128, in a new order each time"], [None] * 2),
         # what auto took, and what a resumed sweep kept, neither hide nor add settings
-        ([None, SAME, ["kernel=sdpa_flash", "resume=true"]], "kernel", ["sdpa_flash"] * 3, [None, "kernel=auto", "kernel=sdpa_flash"]),
+        (["", "kernel=auto output=a", "kernel=sdpa_flash resume=true"], "kernel", ["sdpa_flash"] * 3, [None, "kernel=auto", "kernel=sdpa_flash"]),
     ],
 )  # fmt: skip
 def test_what_has_no_column_of_its_own_is_told_apart_by_its_settings(tmp_path, overrides, column, cells, settings):
-    for number, given in enumerate(overrides):
+    for number, line in enumerate(overrides):
         value = measured(f"run{number}")
-        for key, text in (override.split("=", 1) for override in given or ()):
-            if key.startswith("timing."):
-                value["experiment"]["timing"][key[7:]] = json.loads(text)
-            elif key == "seqlens":
-                value["experiment"]["workload"][key] = json.loads(text)
-        value["environment"] = {"started_at": number} | ({"overrides": given} if given else {})
+        for group, _, key, text in re.findall(r"((timing)\.|)(\w+)=(\S+)", line):
+            if group or key == "seqlens":
+                value["experiment"]["timing" if group else "workload"][key] = json.loads(text)
+        value["environment"] = {"started_at": number} | ({"overrides": line.split()} if line else {})
         write(tmp_path / value["name"], value)
     rows = summary.summarize_sweep(tmp_path)
     assert [(row[column], row["settings"]) for row in rows] == [*zip(cells, settings, strict=True)]
