@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from attention.errors import nearest
@@ -18,6 +19,7 @@ from attention.geometry.schedules import GATHER, RING, Schedule
 from attention.variants import registry, stripe, zigzag
 from attention.variants.base import Chosen, Variant
 from attention.variants.llama3 import PACKED
+from runner.reading import read_yaml
 
 FLASH = ("flash2", "sdpa_flash", "math")
 SDPA = ("sdpa_cudnn", "sdpa_flash")  # not sdpa_efficient: no GQA, and its dq was wrong over two GPUs (torch 2.11)
@@ -38,7 +40,7 @@ class Package(Variant[Chosen]):
     adapter: str
     function: str | None = None  # the package's, where an adapter has several
     kernels: tuple[str, ...] = FLASH
-    needs: tuple[str, ...] = ()  # the packages to import
+    needs: str = ""  # the package to import
     install: str | None = None  # how to get it
     only: bool = False
     own_kernel: bool = False
@@ -48,9 +50,8 @@ class Package(Variant[Chosen]):
 
     def missing(self, device: str) -> str | None:
         """Why the package can't run on this machine's `device` ("cpu" or "cuda"), or None."""
-        for package in self.needs:
-            if importlib.util.find_spec(package) is None:
-                return f"{self.name} needs the package {package}: {self.install}"
+        if self.needs and importlib.util.find_spec(self.needs) is None:
+            return f"{self.name} needs the package {self.needs}: {self.install}"
         if self.cuda and device == "cpu":
             return f"{self.name} needs CUDA GPUs: {self.source} has no CPU path"
         return None
@@ -98,80 +99,17 @@ class YunchangOptions(Options):
         return ulysses_group(self.ulysses_size, world)
 
 
-def _ring_flash_attn(name: str, summary: str, **about: Any) -> Package[Any]:
-    return Package(
-        name=name,
-        summary=f"ring-flash-attn's {summary}",
-        source="ring-flash-attn 0.1.8 (Zhu, 2024)",
-        adapter="ring_flash_attention",
-        needs=("ring_flash_attn",),
-        install="pip install '.[peers]', or pip install --no-deps ring-flash-attn==0.1.8",
-        **{"half": True} | about,
-    )
-
-
+_OF_ONE: dict[str, dict[str, Any]] = {  # what packages.yaml cannot say
+    "torch_cp": {"options": TorchOptions, "kernels": SDPA},
+    "rfa_ring": {"layout": CONTIGUOUS},
+    "rfa_stripe": {"layout": stripe.STRIPE},
+    "rfa_llama3": {"layout": PACKED, "schedule": GATHER, "options": RfaLlama3Options},
+    "usp_yunchang": {"options": YunchangOptions},
+    "transformer_engine": {"options": TransformerEngineOptions, "kernels": SDPA},
+}
 PEERS: dict[str, Package[Any]] = {
-    package.name: package
-    for package in (
-        Package(
-            name="torch_cp",
-            summary="PyTorch's own ring attention: its context_parallel around scaled_dot_product_attention",
-            source="torch.distributed.tensor.experimental.context_parallel (PyTorch, 2024)",
-            options=TorchOptions,
-            adapter="torch_cp",
-            kernels=SDPA,
-            only=True,
-            cuda=True,
-        ),
-        _ring_flash_attn(
-            "rfa_ring",
-            "ring: contiguous shards, causal it is imbalanced; its dq is rounded to bf16 whatever the dtype",
-            function="ring_flash_attn_func",
-            layout=CONTIGUOUS,
-        ),
-        _ring_flash_attn("rfa_zigzag", "zigzag ring", function="zigzag_ring_flash_attn_func", causal_only=True),
-        _ring_flash_attn(
-            "rfa_stripe",
-            "striped ring",
-            function="stripe_flash_attn_func",
-            layout=stripe.STRIPE,
-            causal_only=True,
-        ),
-        _ring_flash_attn(
-            "rfa_llama3",
-            "llama3: an equal slice of the packed stream on each rank, keys gathered; a pack, or a batch of 1",
-            function="llama3_flash_attn_varlen_func",
-            layout=PACKED,
-            schedule=GATHER,
-            options=RfaLlama3Options,
-            packs=True,
-            one_sequence=True,
-            half=False,
-        ),
-        Package(
-            name="usp_yunchang",
-            summary="yunchang's LongContextAttention: Ulysses within groups of ulysses_size ranks, a zigzag ring across them",
-            source="yunchang 0.6.4 (Fang and Zhao, 2024)",
-            options=YunchangOptions,
-            causal_only=True,
-            adapter="yunchang_usp",
-            needs=("yunchang",),
-            install="pip install '.[peers]', or pip install --no-deps yunchang==0.6.4",
-            half=True,
-        ),
-        Package(
-            name="transformer_engine",
-            summary="Transformer Engine's DotProductAttention over a context-parallel group, with the kernel that it takes itself",
-            source="transformer_engine.pytorch.DotProductAttention (NVIDIA, 2023)",
-            options=TransformerEngineOptions,
-            adapter="transformer_engine_cp",
-            kernels=SDPA,
-            needs=("transformer_engine",),
-            install="pip install --no-build-isolation 'transformer_engine[pytorch]'",
-            own_kernel=True,
-            cuda=True,
-        ),
-    )
+    name: Package(name=name, **about, **_OF_ONE.get(name, {}))
+    for name, about in read_yaml(Path(__file__).with_name("packages.yaml")).items()
 }
 
 

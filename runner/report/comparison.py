@@ -68,7 +68,7 @@ def headline_table(runs: Sequence[Run], which: str = "total") -> Table:
 
 def _package(run: Run) -> str:
     """The column of a run in the headline: auto, or its external package."""
-    return next(iter(PEERS[str(run.attention)].needs), "PyTorch").replace("_", "-") if run.external else AUTO
+    return (PEERS[str(run.attention)].needs or "PyTorch").replace("_", "-") if run.external else AUTO
 
 
 def _side_by_side(

@@ -64,7 +64,7 @@ def test_a_package_that_is_not_installed_is_refused_with_the_pip_line(monkeypatc
     for name, package in PEERS.items():
         reason = package.missing("cpu")
         assert reason == (
-            f"{name} needs the package {package.needs[0]}: {package.install}"
+            f"{name} needs the package {package.needs}: {package.install}"
             if package.needs
             else f"{name} needs CUDA GPUs: {package.source} has no CPU path"
         )
