@@ -95,7 +95,7 @@ def alone():
 
 @pytest.mark.parametrize(("name", "options", "shape", "dtype", "given", "message"), REFUSED)
 def test_refusals_name_the_rule_and_the_way_out(alone, monkeypatch, name, options, shape, dtype, given, message):
-    monkeypatch.setitem(PEERS, name, replace(PEERS[name], needs=(), cuda=False))  # as if it were installed
+    monkeypatch.setitem(PEERS, name, replace(PEERS[name], needs="", cuda=False))  # as if it were installed
     x = torch.zeros(*shape, 4, 16, dtype=getattr(torch, dtype))
     with pytest.raises(ValueError) as error:
         function.make(name, **options)(x, x, x, causal=True, **given)
