@@ -60,14 +60,12 @@ def test_a_tracker_gets_no_secret(tmp_path):
 QUICK = ("phases=false", "baseline=none", "check.enabled=false", "timing.settle_ms=0")
 
 
-def test_a_command_prints_and_leaves_no_secret(tmp_path, monkeypatch):
-    for name, value in {"MY_SECRET": SECRET, "TORCH_URL": f"http://u:{SECRET}@h"}.items():
-        monkeypatch.setenv(name, value)
+def test_a_command_prints_and_leaves_no_secret(tmp_path):
+    variables = {"MY_SECRET": SECRET, "TORCH_URL": f"http://u:{SECRET}@h"}
     seen = ["launch.env={X:${oc.env:MY_SECRET}}", "launch.endpoint=${oc.env:TORCH_URL}", "seq_len=128,-1"]
-    done = run(tmp_path, *QUICK, "-m", *seen, small=False)
-    assert SECRET not in done.stdout + done.stderr
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(results_in(tmp_path)) == 2 and not [path for path in written if SECRET.encode() in path.read_bytes()]
+    done = run(tmp_path, *QUICK, "-m", *seen, small=False, variables=variables)
+    assert SECRET not in done.stdout + done.stderr and len(results_in(tmp_path)) == 2
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize("text", [f"launch.evn={{MY_SECRET:{SECRET}}}", f"launch.env={{MY_SECRET:{SECRET}}}}}"])

@@ -16,41 +16,42 @@ NODES = Topology("nodes of 4", 4, Link(50, 20), 4)
 SHAPES = Shapes(1, 8, 4, 64, 2)
 
 
+def seconds(topology, total, *sources, rank=0, world=8, kind="one"):
+    """Of a transfer. sources: pairs of a rank and its bytes."""
+    return topology.seconds(Transfer(kind, total, sources), rank, world, INSIDE)
+
+
 def test_ranks_of_one_node_use_its_link_and_others_that_between_nodes():
-    assert NODES.seconds(Transfer("one", 4e9, ((3, 4e9),)), 0, 8, INSIDE) == INSIDE.seconds(4e9)
-    assert NODES.seconds(Transfer("one", 4e9, ((4, 4e9),)), 3, 8, INSIDE) == Link(50, 20).seconds(4e9)
-    assert ONE_NODE.seconds(Transfer("one", 4e9, ((4, 4e9),)), 3, 8, INSIDE) == INSIDE.seconds(4e9)
+    assert seconds(NODES, 4e9, (3, 4e9)) == seconds(ONE_NODE, 4e9, (4, 4e9), rank=3) == INSIDE.seconds(4e9)
+    assert seconds(NODES, 4e9, (4, 4e9), rank=3) == Link(50, 20).seconds(4e9)
 
 
 def test_gpus_that_cross_together_share_the_nics():
     scarce = replace(NODES, nics=1)
     assert scarce.shared(4) == Link(12.5, 20)
     # in a ring only the node's first rank has its neighbour elsewhere; four ranks away all have
-    assert scarce.seconds(Transfer("one", 5e9, ((7, 5e9),)), 0, 8, INSIDE) == pytest.approx(0.1, abs=1e-3)
-    assert scarce.seconds(Transfer("one", 5e9, ((0, 5e9),)), 4, 8, INSIDE) == pytest.approx(0.4, abs=1e-3)
+    assert seconds(scarce, 5e9, (7, 5e9)) == pytest.approx(0.1, abs=1e-3)
+    assert seconds(scarce, 5e9, (0, 5e9), rank=4) == pytest.approx(0.4, abs=1e-3)
 
 
 def test_what_comes_from_the_node_and_from_elsewhere_comes_at_once():
-    both = Transfer("all", 5e9, ((1, 4e9), (4, 1e9)))
-    assert NODES.seconds(both, 0, 8, INSIDE) == pytest.approx(1e9 / 50e9 + 20e-6)
-    assert NODES.seconds(Transfer("all", 4e9, ((1, 4e9),)), 0, 8, INSIDE) == INSIDE.seconds(4e9)
+    both = seconds(NODES, 5e9, (1, 4e9), (4, 1e9), kind="all")
+    assert both == pytest.approx(1e9 / 50e9 + 20e-6)
+    assert seconds(NODES, 4e9, (1, 4e9), kind="all") == INSIDE.seconds(4e9)
 
 
 def test_a_collective_takes_each_byte_into_a_node_once():
-    gathered = Transfer("gather", 7e9)
-    assert NODES.seconds(gathered, 0, 8, INSIDE) == pytest.approx(7e9 / 200e9, rel=0.01)
-    assert NODES.seconds(gathered, 0, 4, INSIDE) == INSIDE.seconds(7e9)
+    assert seconds(NODES, 7e9, kind="gather") == pytest.approx(7e9 / 200e9, rel=0.01)
+    assert seconds(NODES, 7e9, kind="gather", world=4) == INSIDE.seconds(7e9)
 
 
 @pytest.mark.parametrize("name", ["zigzag", "llama3", "usp"])
 def test_a_transfer_names_the_ranks_that_all_its_bytes_come_from(name):
-    variant, moves = VARIANTS[name], 0
-    problem = variant.problem((0, 512), 4, CAUSAL)
+    problem = VARIANTS[name].problem((0, 512), 4, CAUSAL)
     for rank in range(4):
-        for x in dry_run(variant, problem, SHAPES, rank=rank, pulls=True, backward=True):
-            moved = [e.transfer for e in x.events if e.kind == "pull"]
-            moves += len(moved)
-            for transfer in moved:
-                assert sum(size for _, size in transfer.sources) == transfer.bytes
-                assert rank not in dict(transfer.sources)
-    assert moves > 4
+        passes = dry_run(VARIANTS[name], problem, SHAPES, rank=rank, pulls=True, backward=True)
+        moved = [e.transfer for x in passes for e in x.events if e.kind == "pull"]
+        assert moved or rank == 0
+        for transfer in moved:
+            assert sum(size for _, size in transfer.sources) == transfer.bytes
+            assert rank not in dict(transfer.sources)
