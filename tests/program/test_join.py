@@ -30,21 +30,20 @@ def place(variables):
 
 
 @pytest.mark.parametrize(
-    ("variables", "launcher", "numbers", "host", "whole_node"),
+    ("variables", "expected"),
     [
-        (ELASTIC + "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=2", "torchrun", (3, 4, 1, 2), "node0", False),
-        (SLURM + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "srun", (1, 2, 0, 2), "n08", True),
-        (SLURM + "SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16", "srun", (9, 16, 1, 2), "n08", False),
-        (OMPI + "3 OMPI_COMM_WORLD_LOCAL_RANK=1 MASTER_ADDR=a", "mpirun", (3, 4, 1, 2), "a", False),
-        (SLURM.replace("n[08-11,14],m1", "n[3-5]-ib") + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", "srun", (1, 2, 0, 2), "n3-ib", True),
-        (SKYPILOT + " SKYPILOT_NODE_IPS=10.0.0.1", "skypilot", (1, 2, 0, 2), "10.0.0.1", True),
+        (ELASTIC + "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_WORLD_SIZE=2", ("torchrun", 3, 4, 1, 2, "node0", False)),
+        (SLURM + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", ("srun", 1, 2, 0, 2, "n08", True)),
+        (SLURM + "SLURM_PROCID=9 SLURM_LOCALID=1 SLURM_STEP_NUM_TASKS=16", ("srun", 9, 16, 1, 2, "n08", False)),
+        (OMPI + "3 OMPI_COMM_WORLD_LOCAL_RANK=1 MASTER_ADDR=a", ("mpirun", 3, 4, 1, 2, "a", False)),
+        (SLURM.replace("n[08-11,14],m1", "n[3-5]-ib") + "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2", ("srun", 1, 2, 0, 2, "n3-ib", True)),
+        (SKYPILOT + " SKYPILOT_NODE_IPS=10.0.0.1", ("skypilot", 1, 2, 0, 2, "10.0.0.1", True)),
     ],
 )  # fmt: skip
-def test_a_launchers_variables_are_a_place(variables, launcher, numbers, host, whole_node):
-    found = place(variables)
-    assert (found.process, found.processes, found.local, found.nodes) == numbers
-    assert (found.launcher, found.host, found.whole_node, found.has_store) == (launcher, host, whole_node, False)
-    assert found.whole_world(gpus=8) == numbers[1] * (8 if whole_node else 1)
+def test_a_launchers_variables_are_a_place(variables, expected):
+    at = place(variables)
+    assert (at.launcher, at.process, at.processes, at.local, at.nodes, at.host, at.whole_node) == expected
+    assert at.whole_world(gpus=8) == at.processes * (8 if at.whole_node else 1) and not at.has_store
 
 
 def test_where_torchrun_serves_a_store_processes_meet_there():

@@ -13,17 +13,18 @@ from tests.support.composing import resolved
 from tests.support.paths import ROOT
 
 
-def git_of(folder, **variables):
-    """What a copy of the program in `folder` says of its commit."""
-    code = "import json; from runner import environment; print(json.dumps(environment.host()['git']))"
-    return said(folder, "-c", code, **variables)
-
-
-def said(folder, *arguments, **variables):
-    env = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "GIT_CONFIG_GLOBAL": "/dev/null", **variables}
+def said(folder, *arguments):
+    env = {"PATH": "/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
     done = subprocess.run([sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def git_of(folder):
+    """What a copy of the program in `folder` says of its commit."""
+    return said(
+        folder, "-c", "import json; from runner import environment; print(json.dumps(environment.host()['git']))"
+    )
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from attention.variants.registry import AUTO, VARIANTS
 from runner.config.experiment import Experiment
 from runner.config.resolve import identity, key_of, run_name
-from runner.config.rules.attention import PACKED, real_lengths
+from runner.config.rules.attention import PACKED
 from runner.config.rules.machine import MachineLimits, check_fits, input_bytes
 from runner.config.schema import groups
 from runner.config.values import InvalidConfig, UnsupportedHere
@@ -221,12 +221,6 @@ def test_a_random_packed_batch_has_the_asked_mean_and_spread_in_multiples_and_fo
     assert statistics.stdev(lengths[:-1]) == pytest.approx(std, rel=0.25)
     for tokens in (10, 63, 1001):
         drawn("batch=1", f"seq_len={tokens}")
-
-
-def test_every_variant_has_the_same_documents_of_real_lengths():
-    asked = ["seqlens=real", "seqlens_multiple=16", "seq_len=65536", "batch=1", "world_size=8", "seed=3"]
-    for name in ("zigzag_varlen", "zigzag_llama3", "usp"):
-        assert resolved(f"attention={name}", *asked).workload.seqlens == real_lengths(65536, 3, 16)
 
 
 @pytest.mark.parametrize(("gpus", "expected"), [(0, (2, 1024, 6, False)), (4, (4, 32768, 20, True))])

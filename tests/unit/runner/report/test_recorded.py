@@ -74,10 +74,14 @@ def test_short_bars_are_drawn_with_their_neighbours_as_what_takes_most_of_their_
 
 
 def test_the_fastest_runs_of_the_largest_size_of_several_variants_are_shown(tmp_path):
-    for name, ms, lengths in (("ring", 3, (8192, 16384, 32768)), ("zigzag", 2, (8192, 16384))):
-        for length in lengths:
-            with_phases(tmp_path, result(name, ms, seq_len=length, world_size=2))
-    with_phases(tmp_path, result("ring", 2.2, seq_len=16384, world_size=2, options={"again": True}))
+    for name, ms, length, options in (
+        ("ring", 3, 8192, {}),
+        ("ring", 3, 16384, {}),
+        ("ring", 2.2, 16384, {"again": True}),
+        ("zigzag", 2, 16384, {}),
+        ("ring", 9, 32768, {}),  # alone at its size
+    ):
+        with_phases(tmp_path, result(name, ms, seq_len=length, world_size=2, options=options))
     runs, rule = chosen(read([tmp_path]), "total")
     assert [(run.run.attention, run.run.options) for run in runs] == [("zigzag", {}), ("ring", {"again": True})]
     assert rule == "The fastest run of each variant at S = 16,384, at most 4."
