@@ -186,7 +186,7 @@ def of_torch(device: str) -> dict[str, Any]:
     """The facts from torch, within a rank."""
     import torch
 
-    facts: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    facts: dict[str, Any] = {"torch": str(torch.__version__), "threads": torch.get_num_threads()}
     if device == "cuda":
         properties = torch.cuda.get_device_properties()
         facts |= {

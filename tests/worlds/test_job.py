@@ -1,10 +1,12 @@
 """One run within a world, as the launcher sees it."""
 
+import pickle
+
 import pytest
 
 from runner.launch.files import WorldSpec
 from tests.jobs import program
-from tests.support.composing import resolved
+from tests.support.composing import python, resolved
 
 SIZES = ("hardware=cpu", "dtype=fp32", "seq_len=128", "heads=4", "head_dim=64", "phases=false")
 SHORT = ("timing.timing_runs=1", "timing.warmup_runs=1", "timing.warmup_ms=0")
@@ -13,6 +15,16 @@ SHORT = ("timing.timing_runs=1", "timing.warmup_runs=1", "timing.warmup_ms=0")
 def measured(pool, world_size, *overrides, seed=7, **options):
     spec = resolved(*SIZES, *SHORT, f"world_size={world_size}", *overrides, seed=seed)
     return pool.get(WorldSpec(world_size, "cpu")).call(program.run_of, {"experiment": spec.plain()}, **options)
+
+
+def test_what_a_job_returns_is_read_without_torch(pool, tmp_path):
+    """As the process that started the world reads it."""
+    plain = resolved(*SIZES, *SHORT, "world_size=1", "batch=1", "baseline=none").plain()
+    outcome = pool.get(WorldSpec(1, "cpu")).call("runner.job:run", {"result": program.begun(plain)})
+    assert outcome.status == "ok", outcome.reason
+    (tmp_path / "reply").write_bytes(pickle.dumps(outcome))
+    reads = "import pickle, sys; pickle.load(open('reply', 'rb')); assert 'torch' not in sys.modules"
+    assert not python("-c", reads, cwd=tmp_path).stderr
 
 
 def test_equal_runs_in_one_world_take_equally_much_memory(pool):
