@@ -8,7 +8,6 @@ import torch
 
 import attention
 from attention.masks.band import Band
-from attention.variants.registry import VARIANTS
 from runner.launch.rank import Rank
 from tests.jobs.reference import exact
 
@@ -60,41 +59,3 @@ def growing(
         out = fn(*local, kv_tokens=n, window=window)
         errors.append(float((out - exact(q, k[:, :n], v[:, :n], Band.of(window=tuple(window)))[0]).abs().max()))
     return {"error": max(me.gather(max(errors))), "kept": len(fn.plans)}
-
-
-def under_autocast(me: Rank, names: list[str]) -> list[list[Any]]:
-    """Whether each variant gives the same bits under autocast."""
-    results = []
-    for name in names:
-        fn = attention.make(name, kernel="math")
-        torch.manual_seed(0)
-        *qkv, dout = (torch.randn(2, 16, h, 16) for h in (4, 2, 2, 4))
-        plain = _called(fn, qkv, dout)
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = _called(fn, qkv, dout)
-        results.append([name, all(me.gather(all(map(torch.equal, plain, cast))))])
-    return results
-
-
-def _called(fn: Any, qkv: list[torch.Tensor], dout: torch.Tensor) -> list[torch.Tensor]:
-    """(out, lse, dq, dk, dv) of a causal call, or (out, lse) of a decode."""
-    if VARIANTS[fn.variant.name].decode:
-        return list(fn(*qkv, return_lse=True))
-    qkv = [x.detach().requires_grad_() for x in qkv]
-    out, lse = fn(*qkv, causal=True, return_lse=True)
-    return [out, lse, *torch.autograd.grad(out, qkv, dout)]
-
-
-def phase_names(me: Rank, name: str, options: dict[str, Any]) -> list[str]:
-    """What a call records; of a decode, without a backward."""
-    from attention.profiling import Recorder, recording
-
-    fn = attention.make(name, **options)
-    decode = fn.variant.decode
-    sizes = ((2 if decode else 16 * me.world, "q"), (16 * me.world, "kv"), (16 * me.world, "kv"))
-    q, k, v = (fn.shard(torch.randn(1, n, 4, 16), role=role).requires_grad_(not decode) for n, role in sizes)
-    with recording(Recorder(me.device)) as recorder:
-        out = fn(q, k, v, **({"kv_tokens": 16 * me.world} if decode else {"causal": True}))
-        if not decode:
-            out.sum().backward()
-    return sorted({span.name for span in recorder.spans})

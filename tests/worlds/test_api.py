@@ -67,7 +67,7 @@ def test_a_run_is_checked_timed_and_recorded(here):
     assert value["baseline"]["speedup"]["total"] > 0 and value["memory"]["by_rank"][1]["peak_resident"] > 0
     assert len(pd.read_parquet(result.folder / "samples.parquet")) == 2 * 2 * 3  # ranks, passes, samples
     phases = pd.read_csv(result.folder / "phases.csv")
-    assert {"comp_block", "comm_kv", "wait_kv"} <= set(phases["phase"])
+    assert {"comp_block", "comp_merge", "comm_kv", "wait_kv", "comm_dkv", "wait_dkv"} <= set(phases["phase"])
     assert (result.folder / "run.log").exists()
 
 

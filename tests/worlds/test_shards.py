@@ -101,11 +101,3 @@ def test_a_group_may_be_a_mesh_of_one_dimension(in_world):
             r"group=DeviceMesh.*: a mesh of 2 dimensions must be cut .*; for instance mesh\[\"cp\"\]", refusals[0]
         )
         assert re.match(r"group=\[0, 1\]: must be a process group or a device mesh of one dimension; give", refusals[1])
-
-
-@pytest.mark.parametrize("name", ("dense", "tree"))
-def test_graphs_are_refused_where_there_are_none(name):
-    fn = attention.make(name, replay="graphs")
-    q, k = torch.randn(1, 8, 4, 16), torch.randn(1, 8, 2, 16)
-    with pytest.raises(attention.UnsupportedCall, match="replay=graphs: a cpu has no CUDA graphs"):
-        fn(q, k, k, causal=False)

@@ -84,11 +84,6 @@ def test_a_rank_holds_the_tokens_of_the_table_in_its_order(name, world):
             assert size(shard) == len(held)
 
 
-def test_the_shards_of_a_decode_are_equal_but_for_the_last_which_are_short_or_empty():
-    # 9 keys on 8 ranks: two each, so that the fifth has one and the last three none
-    assert [size(shard) for shard in layouts.DECODE.shards((0, 9), 8)] == [2, 2, 2, 2, 1, 0, 0, 0]
-
-
 # layouts of groups, as Ulysses has them, with every number of ranks in a group; groups of one are the layout itself
 INNER = [
     (layout, world, inner)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.kernels import KERNELS, Call, flash4
+from attention.kernels import KERNELS, Call
 from attention.masks.band import CAUSAL, FULL, Band
 from tests.support.naive import assert_lse, inputs, kept, reference, relative
 from tests.support.patterns import PATTERNS
@@ -26,19 +26,6 @@ def test_a_package_that_is_not_installed_is_named_with_its_command(name, package
         pytest.skip(f"{name} works here")
     assert package in reason
     assert "install" in reason or "sm" in reason
-
-
-@pytest.mark.parametrize(
-    "mask, expected",
-    [
-        (FULL, (False, None, None)),
-        (CAUSAL, (True, None, None)),
-        (Band(5, 0), (False, 5, 0)),
-        (Band(-1, 3), (False, None, 3)),
-    ],
-)
-def test_a_band_is_flash4s_window_with_none_for_unbounded(mask, expected):
-    assert tuple(flash4.window(mask).values()) == expected
 
 
 @every_mask
