@@ -18,7 +18,7 @@ from runner.report import charts
 from tests.support.command import SMALL, environment, only, results_in, run, started_by
 from tests.support.composing import python
 
-QUICK = ["phases=false", "baseline=none"]
+QUICK = "phases=false baseline=none"
 
 
 def test_the_exit_status_is_zero_when_none_failed_and_a_run_is_ok_or_there_was_none():
@@ -36,8 +36,8 @@ def test_the_exit_status_is_zero_when_none_failed_and_a_run_is_ok_or_there_was_n
 
 def test_a_sweep_records_every_outcome_and_goes_on(tmp_path):
     # raises and kills are provoked in one rank each; runs after them get a fresh world
-    swept = ["attention=zigzag,ring", "causal=false", "launch.fault=null,1:timing:raise,0:check_variant:kill"]
-    done = run(tmp_path, "-m", *swept, *QUICK, f"hydra.sweep.dir={tmp_path / 'sweep'}")
+    swept = "attention=zigzag,ring causal=false launch.fault=null,1:timing:raise,0:check_variant:kill"
+    done = run(tmp_path, "-m", swept, QUICK, f"hydra.sweep.dir={tmp_path / 'sweep'}")
     assert done.returncode == 1, done.stderr
     values = results_in(tmp_path / "sweep").values()
     refused = [value["reason"] for value in values if value["status"] == "invalid"]
@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_whole_ends_the_run_with_one_clear_line(tm
     """What a full disk does: no file may be longer than 10 KiB."""
     limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10240, 10240))  # noqa: E731
     no_bytecode = {"PYTHONDONTWRITEBYTECODE": "1"}  # which the limit would cut short, and which would stay so
-    done = run(tmp_path, *QUICK, preexec_fn=limit, variables=no_bytecode)
+    done = run(tmp_path, QUICK, preexec_fn=limit, variables=no_bytecode)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "error:" in line and "could not be written" in line and "output=DIR" in line
     assert not list(tmp_path.rglob("*result.json*")) and not started_by(tmp_path)
@@ -109,7 +109,7 @@ def test_output_whose_reader_leaves_ends_no_run_and_a_full_disk_is_one_line(tmp_
     os.close(reading)
     full = os.open("/dev/full", os.O_WRONLY)
     for stream, said, status in ((writing, "", 0), (full, "standard output: No space left on device", 1)):
-        done = run(tmp_path / str(status), *QUICK, stdout=stream)
+        done = run(tmp_path / str(status), QUICK, stdout=stream)
         assert done.returncode == status and said in done.stderr and done.stderr.count("\n") == status
         assert only(tmp_path / str(status))["status"] == "ok"
         os.close(stream)
@@ -125,7 +125,7 @@ def started(tmp_path, *options, before=(), **variables):
 
 def test_a_sweep_that_is_interrupted_again_and_again_keeps_what_is_finished_and_goes_on_when_resumed(tmp_path):
     with tempfile.TemporaryDirectory() as worlds:  # a short path, for there are sockets in it
-        swept = "attention=dense,ring,zigzag", "timing.timing_runs=200", *QUICK
+        swept = f"attention=dense,ring,zigzag timing.timing_runs=200 {QUICK}".split()
         program = started(tmp_path, "-m", *swept, TMPDIR=worlds)
         while not results_in(tmp_path):
             assert program.poll() is None, program.communicate()
@@ -182,5 +182,5 @@ def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_pa
     (tmp_path / "attention").mkdir()
     for name in ("attention/__init__.py", "conf.py"):  # a training repository's
         (tmp_path / name).write_text("raise RuntimeError('a file of the user was imported')\n")
-    done = run(tmp_path, *QUICK, cwd=tmp_path)
+    done = run(tmp_path, QUICK, cwd=tmp_path)
     assert done.returncode == 0 and only(tmp_path)["status"] == "ok", done.stderr

@@ -8,7 +8,7 @@ from runner import command
 from runner.config.values import InvalidConfig
 from tests.support.command import results_in, run
 
-QUICK = ["phases=false", "baseline=none", "hardware=cpu", "timing.settle_ms=0", "-m"]
+QUICK = "phases=false baseline=none hardware=cpu timing.settle_ms=0"
 
 
 def installed(plugin):
@@ -17,16 +17,16 @@ def installed(plugin):
 
 
 LAUNCHERS = [
-    pytest.param("submitit_local", ["hydra.launcher.timeout_min=5"], marks=installed("hydra_submitit_launcher")),
-    pytest.param("joblib", ["hydra.launcher.n_jobs=2"], marks=installed("hydra_joblib_launcher")),
-    pytest.param("ray", ["+hydra.launcher.ray.init.num_cpus=2"], marks=installed("hydra_ray_launcher")),
+    pytest.param("submitit_local", "hydra.launcher.timeout_min=5", marks=installed("hydra_submitit_launcher")),
+    pytest.param("joblib", "hydra.launcher.n_jobs=2", marks=installed("hydra_joblib_launcher")),
+    pytest.param("ray", "+hydra.launcher.ray.init.num_cpus=2", marks=installed("hydra_ray_launcher")),
 ]
 
 
 @pytest.mark.parametrize(("launcher", "options"), LAUNCHERS)
 def test_the_runs_of_another_launcher_are_one_sweep(tmp_path, launcher, options):
-    given = [f"hydra/launcher={launcher}", *options, "attention=ring,dense", "world_size=1"]
-    done = run(tmp_path, *QUICK, *given)
+    given = f"hydra/launcher={launcher} {options} attention=ring,dense world_size=1"
+    done = run(tmp_path, "-m", QUICK, given)
     assert done.returncode == 0, done.stderr
     found = results_in(tmp_path)
     assert [value["status"] for value in found.values()] == ["ok", "ok"], found
@@ -38,8 +38,8 @@ def test_the_runs_of_another_launcher_are_one_sweep(tmp_path, launcher, options)
 
 @installed("hydra_submitit_launcher")
 def test_the_tasks_of_one_submitit_job_are_one_world(tmp_path):
-    given = ["hydra/launcher=submitit_local", "hydra.launcher.tasks_per_node=2", "attention=ring"]
-    done = run(tmp_path, *QUICK, *given)
+    given = "hydra/launcher=submitit_local hydra.launcher.tasks_per_node=2 attention=ring"
+    done = run(tmp_path, "-m", QUICK, given)
     assert done.returncode == 0, done.stderr
     (value,) = results_in(tmp_path).values()
     assert (value["status"], value["experiment"]["world_size"]) == ("ok", 2), value["reason"]

@@ -16,10 +16,7 @@ from tests.support.command import results_in, run
 from tests.support.composing import resolved
 from tests.support.recorded import measured, write
 
-SIZES = [
-    "hardware=cpu", "world_size=2", "seq_len=128", "batch=1", "heads=2", "kv_heads=2", "head_dim=32", "seed=1",
-    "baseline=none", "phases=false", "timing.warmup_runs=1",
-]  # fmt: skip
+SIZES = "hardware=cpu world_size=2 seq_len=128 batch=1 heads=2 kv_heads=2 head_dim=32 seed=1 baseline=none phases=false timing.warmup_runs=1"
 
 
 LONG = "seq_len=8192"  # enough for turns on a CPU
@@ -107,7 +104,7 @@ def test_a_run_that_lacks_rounds_is_marked_in_reports_and_named_when_packed(tmp_
 
 def test_compared_runs_take_turns_one_that_crashes_harms_no_other_and_there_is_a_verdict(tmp_path):
     swept = ["ab=launch.fault:null,'1:timing:raise'", "attention=ring,zigzag", "timing.timing_runs=7"]
-    done = run(tmp_path, *swept, *SIZES, small=False)
+    done = run(tmp_path, *swept, SIZES, small=False)
     assert done.returncode == 1, done.stderr
     values = results_in(tmp_path)
     assert sorted(value["status"] for value in values.values()) == ["crash", "crash", "ok", "ok"]
@@ -134,7 +131,7 @@ def test_a_sweep_that_lacks_rounds_is_resumed_by_its_folder_and_a_round_that_cra
     tmp_path, pool, monkeypatch
 ):
     monkeypatch.setattr(app, "pool", pool)
-    asked = [*SIZES, f"output={tmp_path}", "attention=ring", "timing.timing_runs=2"]
+    asked = f"{SIZES} output={tmp_path} attention=ring timing.timing_runs=2".split()
     swept = runner.multirun([*asked, "kernel=sdpa_flash,math", "order=interleaved"])
     folder = swept[0].folder.parent
     value = swept[0].plain()

@@ -5,7 +5,7 @@ from runner.config import folders
 from tests.support.command import results_in, run
 from tests.support.composing import configured
 
-QUICK = ["phases=false", "baseline=none", "mode=forward", "check.enabled=false"]
+QUICK = "phases=false baseline=none mode=forward check.enabled=false"
 
 
 def test_a_sweep_has_the_seed_that_its_folder_records_else_that_of_the_process(tmp_path):
@@ -42,7 +42,7 @@ def test_a_length_that_failed_ends_its_own_series():
 
 
 def test_a_folder_in_use_keeps_its_plan(tmp_path):
-    given = ["-m", f"hydra.sweep.dir='{tmp_path / 's (1)'}'", "attention=ring", *QUICK]
+    given = ["-m", f"hydra.sweep.dir='{tmp_path / 's (1)'}'", "attention=ring", QUICK]
     done = run(tmp_path, *given, "seq_len=64,128")
     assert done.returncode == 0 and len(results_in(tmp_path / "s (1)")) == 2, done.stderr
     plan = tmp_path / "s (1)" / "multirun.yaml"

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.composing import apart
+
 SMALL = [
     "seq_len=128",
     "batch=1",
@@ -22,7 +24,7 @@ def environment(tmp_path):
 
 
 def run(tmp_path, *arguments, small=True, timeout=300, variables=(), stdout=subprocess.PIPE, **options):
-    command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *arguments]
+    command = [sys.executable, "-m", "runner", f"output={tmp_path}", *(SMALL if small else []), *apart(arguments)]
     env = environment(tmp_path) | dict(variables)
     streams = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
     return subprocess.run(command, timeout=timeout, env=env, **streams, **options)

@@ -57,13 +57,13 @@ def test_a_tracker_gets_no_secret(tmp_path):
     assert SECRET not in str(columns(Result.of(redacted(value), tmp_path)))
 
 
-QUICK = ("phases=false", "baseline=none", "check.enabled=false", "timing.settle_ms=0")
+QUICK = "phases=false baseline=none check.enabled=false timing.settle_ms=0"
 
 
 def test_a_command_prints_and_leaves_no_secret(tmp_path):
     variables = {"MY_SECRET": SECRET, "TORCH_URL": f"http://u:{SECRET}@h"}
     seen = ["launch.env={X:${oc.env:MY_SECRET}}", "launch.endpoint=${oc.env:TORCH_URL}", "seq_len=128,-1"]
-    done = run(tmp_path, *QUICK, "-m", *seen, small=False, variables=variables)
+    done = run(tmp_path, QUICK, "-m", *seen, small=False, variables=variables)
     assert SECRET not in done.stdout + done.stderr and len(results_in(tmp_path)) == 2
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 

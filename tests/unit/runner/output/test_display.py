@@ -62,14 +62,13 @@ def test_a_runs_table_says_what_ran_how_well_and_what_makes_its_times_doubtful(p
 
 @pytest.mark.parametrize("width", [30, 60, 400])
 def test_no_figure_is_cut_in_a_narrow_terminal(printed, width):
-    rows = [columns.row(Result.of(measured(f"run{number}", 1024 * (number + 1)))) for number in range(2)]
-    rows[1] |= {"total_ms": 123456.789, "forward_ms": 3.0, "attention": "zigzag_llama3", "dtype": "fp32"}
-    said = "\n".join(printed(display.sweep_table, rows, width=width))
+    first, second = (columns.row(Result.of(measured(name, seq_len))) for name, seq_len in (("a", 1024), ("b", 2048)))
+    second |= {"total_ms": 123456.789, "forward_ms": 3.0, "attention": "zigzag_llama3", "dtype": "fp32"}
+    said = "\n".join(printed(display.sweep_table, [first, second], width=width))
     assert "123457" in said and "zigzag_llama3" in said and "…" not in said
     assert ("too narrow" in said) == (width < 400)
-    for row in rows:
-        row |= {"total_ms": None, "backward_ms": None, "forward_ms": 4.321, "mode": "forward"}
-    assert "4.321" in "\n".join(printed(display.sweep_table, rows[:1], width=30))  # the only time of a run
+    first |= {"total_ms": None, "backward_ms": None, "forward_ms": 4.321, "mode": "forward"}
+    assert "4.321" in "\n".join(printed(display.sweep_table, [first], width=30))  # the only time of a run
 
 
 def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_the_end(printed):
