@@ -20,13 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
 
 from runner import app
 from runner.command import perform
 from runner.config import folders
-from runner.config.values import InvalidConfig, message
+from runner.config.values import InvalidConfig
 from runner.output import columns, reader, terminal
 from runner.output.reader import UnreadableFile
 from runner.record.result import Result
@@ -94,8 +92,6 @@ def _results(given: Sequence[str], multirun: bool, quiet: bool) -> list[Result]:
             return [_result(folder) for folder in perform(folders.resumed(given), multirun)]
     except InvalidConfig:
         raise
-    except (HydraException, OmegaConfBaseException) as error:
-        raise InvalidConfig(message(error)) from None
     except BaseException:
         close()
         raise

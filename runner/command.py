@@ -14,10 +14,10 @@ each combination of its other keys. What both runs of a pair have in common in a
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from hydra import initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -27,15 +27,15 @@ from omegaconf import DictConfig
 
 from runner import app, environment, plan, rounds, sweep
 from runner.config import folders, overrides, place, resolve
-from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, shown
+from runner.config.values import CannotWrite, InvalidConfig, UnsupportedHere, message, shown
+from runner.launch import processes
 from runner.launch.parents import Head, follow
-from runner.output import reader, results, summary
+from runner.output import display, reader, results, summary
+from runner.report import page
+from runner.report.runs import Run
+from runner.report.table import time
+from runner.report.verdicts import TOLERANCE, Interval, speed
 from runner.rounds import INTERLEAVED
-
-if TYPE_CHECKING:
-    from runner.report.runs import Run
-    from runner.report.verdicts import Interval
-
 
 PLUGINS = {  # by launcher: the package that brings it, and our extra
     "submitit_slurm": ("hydra_submitit_launcher", "slurm"),
@@ -49,8 +49,7 @@ CHOICE = "hydra/launcher="
 def perform(arguments: Sequence[str], multirun: bool) -> list[Path]:
     """Does the runs of a command. Returns their folders, in the order of its overrides.
 
-    Raises InvalidConfig and errors of Hydra and OmegaConf for overrides that break a rule, before anything is written, and
-    CannotWrite where nothing can be."""
+    Raises InvalidConfig for overrides that break a rule, before anything is written, and CannotWrite where nothing can be."""
     app.begin()
     where = "."
     try:
@@ -67,8 +66,10 @@ def perform(arguments: Sequence[str], multirun: bool) -> list[Path]:
         with folders.locked(folder):
             folders.record(folder, arguments)
             return _elsewhere(jobs, folder, arguments) if elsewhere else sweep.launch(jobs, folder, multirun)
+    except HydraException as error:  # of another launcher
+        raise InvalidConfig(message(error)) from None
     except OSError as error:
-        if isinstance(error, (CannotWrite, HydraException)):
+        if isinstance(error, CannotWrite):
             raise
         raise CannotWrite(results.cannot_write(shown(str(error.filename or where)), error)) from None
 
@@ -79,9 +80,9 @@ def _elsewhere(jobs: Sequence[Sequence[str]], folder: Path, arguments: Sequence[
     own = [text for text in arguments if text.lstrip("+").startswith(overrides.HYDRA)]
     where = folders.SWEEP + folders.quoted(folder.absolute())  # a job may have another working folder
     with initialize_config_module("runner.conf", version_base="1.3"):
-        hydra: Any = GlobalHydra.instance().hydra
         given = [*own, "hydra/sweeper=attention_runner", "hydra.mode=MULTIRUN", where]
-        done = hydra.multirun("config", execute, given, with_log_configuration=False)
+        hydra = GlobalHydra.instance().hydra
+        done = hydra.multirun("config", execute, given, with_log_configuration=False)  # type: ignore[union-attr]
     app.tally.folders.append(folder)
     app.tally.statuses.extend(result.status for result in reader.read_results(folder, below=False)[0])
     summary.summarize_sweep(folder)
@@ -112,11 +113,14 @@ def _installed(plugin: str) -> bool:
     return bool(importlib.util.find_spec("hydra_plugins") and importlib.util.find_spec(f"hydra_plugins.{plugin}"))
 
 
-def one_of_several(found: place.Place | None, program: Callable[[], int]) -> int:
+def one_of_several(program: Callable[[], int]) -> int:
     """The exit status of a program that may be one of several processes of a launcher: the first one composes and records, the
     others start ranks for it. Raises parents.Unusable where they cannot meet."""
+    found = place.from_environment()
     if found is None:
         return program()
+    if found.launcher == "torchrun":  # which puts this process into a session of its own
+        processes.die_with_parent()
     if not found.is_head:
         return follow(found)
     head = app.pool.head = Head(found)
@@ -145,7 +149,7 @@ def execute(cfg: DictConfig) -> Path:
         app.pool.close()
         return 0
 
-    one_of_several(place.from_environment(), program)
+    one_of_several(program)
     return folder
 
 
@@ -161,7 +165,7 @@ def expand(arguments: Sequence[str]) -> list[str]:
             texts.append(text)
             continue
         key, _, both = text.removeprefix(PREFIX).partition(":")
-        if not key or not both or len({*overrides.values(overrides.parse(f"{key}={both}"), True)}) != 2:
+        if not key or not both or len({*overrides.values(f"{key}={both}", True)}) != 2:
             raise InvalidConfig(
                 f"{shown(text)}: must be ab=KEY:FIRST,SECOND, two different values; for instance ab=kernel:sdpa_flash,math"
             )
@@ -169,10 +173,22 @@ def expand(arguments: Sequence[str]) -> list[str]:
     return texts
 
 
+def is_sweep(arguments: Sequence[str]) -> bool:
+    """Whether overrides are of a sweep without -m: those of an experiment, of `ab=`, or of a sweep that is resumed."""
+    return any(text.startswith(("+experiment=", "order=interleaved:", "resume=true")) for text in arguments)
+
+
+def sum_up(folder: Path, whole: bool) -> None:
+    """Print the table of a sweep and, of a `whole` one, where its page is and what was compared, else what goes on with it."""
+    display.sweep_table(summary.sweep_rows(folder))
+    display.out.print(f"Sweep: {folder}", soft_wrap=True)
+    again = f"python -m runner {shlex.quote(f'resume={folder}')} goes on"
+    for line in [page.at_end_of_sweep(folder), *verdicts(folder)] if whole else [again]:
+        display.out.print(line, soft_wrap=True, markup=False)
+
+
 def verdicts(folder: Path) -> list[str]:
     """A line for each two runs in a sweep's folder that were compared in turns."""
-    from runner.report.runs import Run  # slow to import
-
     runs = sorted(map(Run.of, reader.read_results(folder)[0]), key=lambda run: run.environment.started_at)
     asked = [[text for text in run.environment.overrides if not text.startswith(WHERE)] for run in runs]
     _, _, key = next((str(run.result.config.get("order")) for run in runs), "").partition(":")
@@ -196,9 +212,6 @@ def _in_turns(run: Run) -> bool:
 
 
 def _verdict(names: list[str], runs: list[Run]) -> str:
-    from runner.report.table import time
-    from runner.report.verdicts import TOLERANCE, speed
-
     for name, run in zip(names, runs, strict=True):
         if not run.ok:
             return f"no verdict: {name} is {run.status}" + (f", {run.result.reason}" if run.result.reason else "")

@@ -36,6 +36,17 @@ UNMEASURED = (
     "dry_run", "order", "output", "resume", "tracker", "until_limit", "launch.timeout_s", "launch.start_timeout_s",
 )  # fmt: skip
 
+# keys that a user may expect, and why there are none
+LEFT_OUT = {
+    "timing.do_bench": "was a comparison with triton.testing.do_bench; leave it out",
+    "attention.memory_gb": "was an option of auto, which passes over a variant that runs out of memory; leave it out",
+    "attention.trials": "was an option of auto, which now always times its variants; leave it out",
+    "dropout": "not supported by any variant; leave it out",
+    "feature": "is a switch of dilated attention; give attention.pattern_cache=true,false or attention.memory_pool=true,false, as +experiment=dilated_features does",
+    "graphs": "is now replay; give replay=graphs for graphs=true, replay=none for false, replay=auto for auto",
+    "hydra": "of Hydra's own keys only hydra.sweep.dir, hydra/launcher and hydra.launcher.* are used; leave it out, and give output=DIR for another folder",
+}
+
 
 @dataclass
 class Named:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from omegaconf.errors import OmegaConfBaseException
+
 from runner.config.values import CannotWrite, message, shown
 
 
@@ -56,18 +58,16 @@ class Output:
             self.stream.flush()
 
 
-def exit_status(
-    command: Callable[[], int], os_error: int = 1, refusals: tuple[type[Exception], ...] = (ValueError,)
-) -> int:
-    """The command's exit status: 2 where it raises one of `refusals` and `os_error` for OSError, with the error as a line on
-    stderr; 1 where its output could not be written."""
+def exit_status(command: Callable[[], int], os_error: int = 1) -> int:
+    """The command's exit status: 2 where it refuses a value and `os_error` for OSError, with the error as a line on stderr;
+    1 where its output could not be written."""
     sys.stdout = output = Output(sys.stdout)  # type: ignore[assignment]
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         status = command()
         output.flush()
         return status or (1 if output.error else 0)
-    except refusals as error:
+    except (ValueError, OmegaConfBaseException) as error:
         kind = "error" if type(error) is ValueError else "invalid"
         print(f"{kind}: {message(error)}", file=sys.stderr)
         return 2

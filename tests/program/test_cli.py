@@ -138,7 +138,7 @@ def test_a_sweep_that_is_interrupted_again_and_again_keeps_what_is_finished_and_
     assert program.returncode == 130 and "Traceback" not in said and "Sweep: " in shown
     before = results_in(tmp_path)
     assert 1 <= len(before) < 3 and not started_by(tmp_path)
-    (again,) = re.findall(r"^python -m runner (resume=\S+) goes on$", said, re.MULTILINE)
+    (again,) = re.findall(r"^python -m runner (resume=\S+) goes on$", shown, re.MULTILINE)
     done = run(tmp_path, again, small=False)
     after = results_in(tmp_path)
     assert done.stdout.count("kept from before") == len(before) and before.items() <= after.items()
@@ -165,7 +165,7 @@ sys.exit(runner.__main__.main())
 
 def test_a_stop_whose_unwinding_raises_something_else_is_still_a_stop(tmp_path):
     done = python("-c", UNWINDS_INTO_AN_ERROR, cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (143, "terminated; what was finished is recorded\n")
+    assert (done.returncode, done.stderr) == (143, "SIGTERM: stopped; what was finished is recorded\n")
 
 
 def test_interrupting_the_program_while_it_imports_is_one_line(tmp_path):

@@ -25,7 +25,7 @@ LAUNCHERS = [
 
 @pytest.mark.parametrize(("launcher", "options"), LAUNCHERS)
 def test_the_runs_of_another_launcher_are_one_sweep(tmp_path, launcher, options):
-    given = f"hydra/launcher={launcher} {options} attention=ring,dense world_size=1"
+    given = f"hydra/launcher={launcher} {options} attention=ring,dense attention.head_parts=2 world_size=1"
     done = run(tmp_path, "-m", QUICK, given)
     assert done.returncode == 0, done.stderr
     found = results_in(tmp_path)

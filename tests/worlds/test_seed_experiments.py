@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner import app
+from runner import app, command
 from runner.__main__ import parser
 from runner.config import overrides
 from runner.output import display, results, summary
@@ -113,6 +113,6 @@ def test_every_command_of_the_table_of_earlier_suites_is_accepted():
     text = (ROOT / "docs" / "seeds.md").read_text()
     commands = re.findall(r"`(?:python -m runner )?((?:-m |\+experiment=|attention=\w+ )[^`]*)`", text)
     assert len(commands) > 30
-    for command in commands:
-        options = parser().parse_intermixed_args(shlex.split(command))
-        assert overrides.jobs(options.overrides, options.multirun or overrides.is_sweep(options.overrides)), command
+    for line in commands:
+        options = parser().parse_intermixed_args(shlex.split(line))
+        assert overrides.jobs(options.overrides, options.multirun or command.is_sweep(options.overrides)), line

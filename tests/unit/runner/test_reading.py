@@ -44,7 +44,7 @@ def test_every_command_of_the_guides_is_accepted_and_its_run_possible():
             continue
         options = parser().parse_intermixed_args([text for text in arguments if text != "cost"])
         texts = command.expand(options.overrides)
-        many = options.multirun or overrides.is_sweep(texts) or module != ""
+        many = options.multirun or command.is_sweep(texts) or module != ""
         (job, *_) = overrides.jobs(texts, many)
         if not many:
             resolved(*job, gpus=GPUS if "hardware=cuda" in texts else 0)
