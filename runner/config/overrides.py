@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import cache
-from itertools import product
+from itertools import islice, product
 from math import prod
 
 from hydra import compose, initialize_config_module
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, RangeSweep
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -74,10 +74,14 @@ def values(text: str, multirun: bool) -> list[str]:
         raise InvalidConfig(f"{shown(text)}: every run has one {key}; write {key}=VALUE")
     if not override.is_sweep_override():
         texts = [override.get_value_element_as_str()]
-    elif isinstance(override.value(), ChoiceSweep):
-        texts = list(override.sweep_string_iterator())
-    else:  # a range may have billions, an interval any number
-        raise InvalidConfig(f"{shown(text)}: a sweep needs its values; write {key}=VALUE,VALUE")
+    elif isinstance(pattern := override.value(), Glob):
+        texts = pattern.filter(groups().get(key, []))
+    elif isinstance(pattern, RangeSweep) and pattern.step and not pattern.shuffle:  # it may have billions
+        texts = list(islice(override.sweep_string_iterator(), MOST_RUNS + 1))
+    else:  # an interval has any number
+        texts = list(override.sweep_string_iterator()) if isinstance(pattern, ChoiceSweep) else []
+    if not texts:
+        raise InvalidConfig(f"{shown(text)}: a sweep over no list of values; write {key}=VALUE,VALUE")
     if len(texts) > 1 and (key in UNMEASURED or not multirun):
         raise InvalidConfig(
             f"{shown(text)}: several values are a sweep; add -m, or call runner.multirun; what changes nothing measured, "

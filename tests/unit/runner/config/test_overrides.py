@@ -41,8 +41,10 @@ BAD = [
     ("seq_len=\udcff", "seq_len=\\xff: not an override; write key=value in UTF-8"),
     (f"seqlens=[{','.join(['64'] * 5000)}]", "15,009 characters; an override has at most 10,000"),
     ("dry_run=true,false", "what changes nothing measured, as dry_run, has one value"),
-    ("attention=glob(zigzag*)", "a sweep needs its values; write attention=VALUE,VALUE"),
-    ("seed=shuffle(range(0,1000000000))", "a sweep needs its values; write seed=VALUE,VALUE"),
+    ("attention=glob(nope*)", "a sweep over no list of values; write attention=VALUE,VALUE"),
+    ("seed=shuffle(range(0,1000000000))", "a sweep over no list of values; write seed=VALUE,VALUE"),
+    ("seed=range(0,5,0)", "a sweep over no list of values"),
+    ("seed=range(0,1000000000)", "at most 10,000"),
     (f"+experiment=tiny_variants seed={','.join(map(str, range(1000)))}", "at most 10,000"),
 ]  # fmt: skip
 
@@ -66,6 +68,7 @@ def test_several_values_are_refused_for_a_single_run():
         ("attention=choice(ring,zigzag) seq_len=1024,2048,3072 world_size=auto,2 window=[512,0],[256,0]", 24),
         ("attention=ring_allgather attention.heads_k_stride=null,1,2 mode=null seed=1,2 seed=3", 3),
         ("+experiment=dilated_suite attention=dilated,ring_dilated attention.mixing=longnet seq_len=1024", 4),
+        ("attention=glob(zigzag*) seq_len=range(256,1024,256)", 9),
         ("++mode=forward launch.fault='1:timing:raise' hydra.sweep.dir=/some/where hydra/launcher=basic", 1),
     ],
 )
