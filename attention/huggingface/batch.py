@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import compress, pairwise
 from typing import Any
 
@@ -14,8 +15,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from attention import masks
 from attention.api import ContextParallel
 from attention.call import Lengths, check_cu_seqlens
+from attention.gpu.private import constant_in_graphs
+from attention.huggingface.masks import LayerMask
+from attention.masks.band import Band
+from attention.masks.mask import Mask
 from attention.profiling import phase
 
 IGNORED = -100  # the label of a token that does not count
@@ -37,6 +43,7 @@ class Split:
     padding: int = 0
     # cu_seqlens for the compiler, to which other integers are another program
     lengths: Tensor | None = field(default=None, compare=False)
+    positions: Tensor | None = field(default=None, compare=False)  # of this rank's tokens in their documents `[B, s]`
 
     def part(self, x: Tensor, fill: int = 0) -> Tensor:
         """This rank's part of x `[B, S]`: `[B, s]`, or `[1, s]` of a packed batch. fill: of the padding."""
@@ -49,13 +56,38 @@ class Split:
         whole = self.fn.unshard(flat[0] if self.cu_seqlens else flat, self.cu_seqlens, self.padding)
         return whole.reshape(*self.shape, *x.shape[2:])
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerMask, **options: Any) -> Tensor:
         """Attention of a layer's q `[B, s, H, D]`, k and v, this rank's part. options: of a call of `fn`."""
         lengths = self.lengths if torch.compiler.is_compiling() else self.cu_seqlens
-        options |= {"padding": self.padding, "cu_seqlens": lengths}
+        if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and self.positions is not None:
+            local = torch.arange(q.shape[1], device=q.device)
+            q = (q * _temperature(module, self.positions) / _temperature(module, local)).to(q.dtype)
+        mask = None if layer.chunk is None else chunks(layer.chunk, self.cu_seqlens or (0, self.shape[1]))
+        options |= {"padding": self.padding, "cu_seqlens": lengths, "mask": mask, **of_band(layer.band)}
         if lengths is None:
             return self.fn(q, k, v, **options)
         return self.fn(q[0], k[0], v[0], **options)[None]
+
+
+def _temperature(module: Any, positions: Tensor) -> Tensor:
+    """By what Llama 4 multiplies queries `[., s, H, D]`: its module takes the numbers of a rank's tokens for positions."""
+    steps = torch.floor((positions + 1.0) / module.floor_scale)
+    return (torch.log1p(steps) * module.attn_scale + 1.0)[..., None, None]
+
+
+def of_band(band: Band | None) -> dict[str, Any]:
+    """The arguments of a call for a band."""
+    assert band is not None
+    causal = band.right == 0
+    return {"causal": causal, "window": (band.left, -1 if causal else band.right)}
+
+
+@constant_in_graphs
+@lru_cache(maxsize=64)
+def chunks(chunk: int, cu_seqlens: tuple[int, ...]) -> Mask:
+    """Every document in chunks, whose tokens see no other chunk: a chunk begins anew with each document, as positions do."""
+    lengths = [min(chunk, stop - at) for start, stop in pairwise(cu_seqlens) for at in range(start, stop, chunk)]
+    return masks.documents(lengths)
 
 
 def split_of(
@@ -83,7 +115,8 @@ def split_of(
         raise ValueError(f"cu_seq_lens_q={lengths}: position_ids begin documents at {begins}; give one of them")
     packed = None if begins == by_row else begins
     padding = fn.variant.padding(fn.options, packed or (0, tokens), fn.world)
-    return Split(fn, (rows, tokens), packed, padding, None if packed is None else torch.tensor(packed)), positions
+    split = Split(fn, (rows, tokens), packed, padding, None if packed is None else torch.tensor(packed))
+    return replace(split, positions=split.part(positions)), positions
 
 
 def counted(attend: ContextParallel, labels: Tensor, number: Tensor | int | None = None) -> Tensor | int:

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
 from attention.api import ContextParallel
+from attention.huggingface.batch import of_band
+from attention.huggingface.masks import LayerMask
+from attention.masks import chunked
 
 
 class ShardedCache(Cache):  # type: ignore[misc]
@@ -17,10 +20,11 @@ class ShardedCache(Cache):  # type: ignore[misc]
         super().__init__(layers=[ShardedLayer(fn, tokens) for _ in range(layers)])
         self.fn = fn
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerMask, **options: Any) -> Tensor:
         """Attention of q `[B, s, H, D]`, the newest tokens, over this rank's share of the keys `[B, share, Hk, D]`."""
-        lengths = [self.get_seq_length()] * len(q)
-        return self.fn(q, k, v, kv_lengths=lengths, kv_tokens=k.shape[1] * self.fn.world, **options)
+        options |= {"kv_lengths": [self.get_seq_length()] * len(q), "kv_tokens": k.shape[1] * self.fn.world}
+        mask = None if layer.chunk is None else chunked(layer.chunk)
+        return self.fn(q, k, v, mask=mask, **of_band(layer.band), **options)
 
 
 class ShardedLayer(DynamicLayer):  # type: ignore[misc]

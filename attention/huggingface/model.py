@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import getclosurevars, signature
+from inspect import signature, unwrap
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from attention.huggingface.batch import (
     shifted,
     split_of,
 )
-from attention.masks.band import CAUSAL, FULL, Band, narrower
+from attention.huggingface.masks import Function, LayerMask, in_graph, layer_mask
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -46,8 +46,11 @@ NAME = "context_parallel"  # of our attention among transformers', and of the la
 # Arguments that attention need not know: the tensors have them already, or the loss needs them
 UNUSED = {"position_ids", "cache_position", "use_cache", "shift_labels", "num_items_in_batch", "past_key_values"}
 FOLLOW = {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # from cu_seq_lens_q
-LAYERS = ("full_attention", "sliding_attention")  # whose tokens attention alone mixes
+LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # whose tokens attention alone mixes
 OURS = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}  # names of transformers and of a call
+
+
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"ForCausalLMLoss": shifted, "ForMaskedLMLoss": lambda labels: labels}
 
 
 def context_parallel(
@@ -116,11 +119,16 @@ class HuggingFace:
         self.last, positions = split_of(self.fn, ids, position_ids, cu_seq_lens_q)
         part = self.last.part
         batch: dict[str, Any] = {"input_ids": part(ids), "position_ids": part(positions), "use_cache": False}
+        if "use_cache" not in signature(self.model.forward).parameters:  # of an encoder
+            del batch["use_cache"]
         if labels is not None:
-            of_model = getattr(self.model.loss_function.args[0], "__name__", "of its own")
-            if of_model != "ForCausalLMLoss":
-                raise ValueError(f"labels: the model's loss is {of_model}, sharded is ForCausalLMLoss; use the logits")
-            batch["shift_labels"] = part(labels := shifted(labels), IGNORED)
+            of_model = loss_of(self.model)
+            if of_model not in LOSSES:
+                raise ValueError(
+                    f"labels: the model's loss is {of_model}, sharded is {' or '.join(LOSSES)}; use the logits"
+                )
+            labels = LOSSES[of_model](labels)
+            batch["shift_labels"] = part(labels, IGNORED)
             batch["num_items_in_batch"] = counted(self.fn, labels, num_items_in_batch)
             batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)  # asks for the loss; none is shifted again
         return batch | {NAME: self.last}
@@ -152,23 +160,26 @@ def attend(
     """The attention function for transformers: query `[B, H, s, D]`, key `[B, Hk, s, D]`, value `[B, Hk, s, Dv]` to out
     `[B, s, H, Dv]`. Under autocast they are cast to its dtype, as for torch's own attention. Raises ValueError for what it does
     not understand."""
-    if not isinstance(attention_mask, Band):
+    if not isinstance(attention_mask, LayerMask):
         raise _refused(module, f"attention_mask is {type(attention_mask)}, not of the mask registry; leave it out")
-    causal, left = attention_mask.right == 0, attention_mask.left
-    for name, same in (("is_causal", causal), ("sliding_window", None if left < 0 else left + 1)):
-        if (x := others.pop(name, None)) not in (None, same):
-            raise _refused(module, f"{name}={x}: the model's mask says {same}; make them agree in its config")
+    band = attention_mask.band
+    # where a window has two sides, models call it by the tokens on one of them, with or without the query
+    windows = [] if band is None or band.left < 0 else [band.left + 1, band.left][: 1 + (band.right > 0)]
+    for name, same in (("is_causal", [band is not None and band.right == 0]), ("sliding_window", windows)):
+        if (x := others.pop(name, None)) not in (None, *same):
+            raise _refused(
+                module, f"{name}={x}: the model's mask says {[*same, None][0]}; make them agree in its config"
+            )
     if dropout := others.pop("dropout", 0.0):
         raise _refused(module, f"dropout={dropout}: not supported; build the model with attention_dropout=0")
     layout: Split | ShardedCache | None = others.pop(NAME, None)
-    options: dict[str, Any] = {"causal": causal, "window": (left, -1)}
-    options |= {ours: x for name, ours in OURS.items() if (x := others.pop(name, None)) is not None}
+    options = {ours: x for name, ours in OURS.items() if (x := others.pop(name, None)) is not None}
     if unknown := {name for name, x in others.items() if x is not None and x is not False} - UNUSED:
         raise _refused(module, f"{', '.join(sorted(unknown))}: not understood by context_parallel; leave it out")
     if layout is None:
         raise _refused(module, f"{NAME}=None: the model must get all of cp.shard(...), and pass it on")
     q, k, v = (_autocast(x.transpose(1, 2)) for x in (query, key, value))
-    return layout.attend(module, q, k, v, **options), None
+    return layout.attend(module, q, k, v, attention_mask, **options), None
 
 
 def with_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -201,7 +212,14 @@ def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor
     missing = {"shift_labels", "num_items_in_batch"} - kwargs.keys()
     if missing and (labels == IGNORED).all():
         raise ValueError(f"the model passes no {', '.join(sorted(missing))} to its loss; compute it from the logits")
-    return of_model(logits, labels, *args, **kwargs)
+    return of_model(logits, kwargs.get("shift_labels", labels), *args, **kwargs)
+
+
+def loss_of(model: Any) -> str:
+    """The name of the model's loss. Many encoders do not take that of their kind."""
+    name = getattr(model.loss_function.args[0], "__name__", "of its own")
+    calls = unwrap(type(model).forward).__code__.co_names
+    return "of its own" if name == "ForMaskedLMLoss" and "loss_function" not in calls else name
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -237,37 +255,17 @@ def check_tokens(model: Any) -> None:
             raise ValueError(f"rope_type={kind}: it depends on the last position of the whole batch; use another type")
 
 
-def asked(mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **others: Any) -> Band:
-    """A function for transformers' mask registry: the band that a model asked for, which attention gets in place of a mask.
-    Documents are not read from the mask, but from the sharded batch.
+def asked(mask_function: Function, attention_mask: Tensor | None = None, **others: Any) -> LayerMask:
+    """A function for transformers' mask registry: what a layer sees, which attention gets in place of a mask. Positions,
+    documents and blocks are not read from the mask, but from the sharded batch.
 
-    Raises ValueError for padding, and for masks other than full ones, causal ones and sliding windows."""
+    Raises ValueError for padding, and for masks that are not known."""
     check_padding(attention_mask)
-    if torch.compiler.is_compiling():
-        return _asked_in_graph(**others)
-    band, parts = FULL, [mask_function]  # of an intersection
-    while parts:
-        part = parts.pop()
-        name, variables = part.__qualname__.partition(".")[0], getclosurevars(part).nonlocals
-        if name == "and_masks":
-            parts += variables["mask_functions"]
-        elif name == "remap_positions_for_packed_sequence":
-            parts.append(variables["mask_function"])
-        elif name == "causal_mask_function":
-            band = narrower(band, CAUSAL)
-        elif name == "sliding_window_overlay":
-            band = narrower(band, Band(variables["sliding_window"] - 1))
-        elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
-            raise ValueError(f"the model's mask has {name}: context_parallel does causal and full masks and windows")
-    return band
-
-
-def _asked_in_graph(local_size: int | None = None, use_vmap: bool = True, **others: Any) -> Band:
-    """As `asked`, within `torch.compile`, which can't look into a mask function: a model that has one of its own sets `use_vmap`."""
-    if use_vmap:
+    if not torch.compiler.is_compiling():
+        return layer_mask(mask_function)
+    if others.get("use_vmap", True):
         raise ValueError("the model's mask is not known within torch.compile; compile its layers, not the whole")
-    left = -1 if local_size is None else local_size - 1
-    return Band(left, -1 if "allow_is_bidirectional_skip" in others else 0)
+    return in_graph(others["config"], "allow_is_bidirectional_skip" in others, others.get("local_size"))
 
 
 def check_padding(attention_mask: Tensor | None) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention import profiling
+from attention import masks, profiling
 from attention.api import ContextParallel
 from attention.huggingface.batch import Split
+from attention.huggingface.masks import LayerMask
+from attention.masks.band import FULL
+from attention.masks.mask import Banded
 from runner.config.values import UnsupportedHere
 from runner.models import Batch, Config
 from runner.models.transformer import PROJECTIONS
@@ -56,7 +59,8 @@ class Decoder(nn.Module):
             module.__class__ = _in_phase(type(module), name)
 
     def forward(self, batch: Batch) -> Tensor:
-        split = CheckedSplit(self.cp.fn, (len(batch.ids), self.config.context), config=self.config)
+        shape = len(batch.ids), self.config.context
+        split = CheckedSplit(self.cp.fn, shape, positions=batch.positions, config=self.config)
         inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "context_parallel": split}
         try:
             return self.model(**inputs, use_cache=False).logits
@@ -79,19 +83,18 @@ class CheckedSplit(Split):
 
     config: Config = field(kw_only=True)
 
-    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        c, layer = self.config, getattr(module, "layer_idx", 0)
-        kind = c.kind(layer)
+    def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerMask, **options: Any) -> Tensor:
+        c, number = self.config, getattr(module, "layer_idx", 0)
+        kind = c.kind(number)
         facts = {  # which the FLOPs depend on: the layer's, and as the configuration was read
             "heads": (q.shape[2], c.heads),
             "KV heads": (k.shape[2], c.key_heads),
             "head dim": (q.shape[3], c.head_dim),
             "value dim": (v.shape[3], c.value_dim),
-            "causal": (options["causal"], True),
-            "window": (options["window"][0], -1 if kind.mask.band is None else kind.mask.band.left),
+            "mask": (masks.chunked(layer.chunk) if layer.chunk else Banded(layer.band or FULL), kind.mask),
             "softcap": (options.get("softcap"), kind.softcap),
             "sinks": ("sinks" in options, kind.sinks),
         }
         if wrong := [f"{what} {fact}, read as {read}" for what, (fact, read) in facts.items() if fact != read]:
-            raise ValueError(f"layer {layer} attends with {wrong[0]} from its configuration; take another model")
-        return super().attend(module, q, k, v, **options)
+            raise ValueError(f"layer {number} attends with {wrong[0]} from its configuration; take another model")
+        return super().attend(module, q, k, v, layer, **options)

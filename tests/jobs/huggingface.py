@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from torch.nn.functional import cross_entropy
+from torch.nn import functional as F
 
 from attention import masks
 from attention.huggingface import context_parallel
@@ -32,23 +32,34 @@ LATENT = {
 }  # fmt: skip
 PUBLISHED = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64}
 WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
+CHUNKS = {
+    "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 7, "intermediate_size_mlp": 32,
+    "num_local_experts": 2, "no_rope_layers": [1, 0], "floor_scale": 8,
+}  # fmt: skip
+ENCODER = dict.fromkeys((f"{x}_token_id" for x in ("pad", "bos", "eos", "cls", "sep")), 0) | {"hidden_size": 64}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
     "gemma2": ("Gemma2", WINDOWS | {"attn_logit_softcapping": 2.0}),
     "gemma3": ("Gemma3", WINDOWS),
     "gpt_oss": ("GptOss", WINDOWS | EXPERTS | {"num_local_experts": 4}),
+    "llama4": ("Llama4", CHUNKS),
+    "modernbert": ("ModernBert", ENCODER | WINDOWS),
+    "gemma3_encoder": ("Gemma3", WINDOWS | {"use_bidirectional_attention": True}),
     "deepseek_v3": ("DeepseekV3", LATENT | EXPERTS),
     "deepseek_v2": ("DeepseekV2", LATENT | EXPERTS | PUBLISHED),
 }
+
+TEXT = {"Gemma3", "Llama4"}  # whose configuration has other modalities, too
+MASKED = {"modernbert"}
 
 
 def model_of(kind: str, **options: Any) -> Any:
     """A causal LM in fp32, the same on every rank."""
     name, own = MODELS[kind]
-    config = getattr(transformers, f"{name}{'Text' if kind == 'gemma3' else ''}Config")(**SHAPE | own | options)
+    config = getattr(transformers, f"{name}{'Text' if name in TEXT else ''}Config")(**SHAPE | own | options)
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}ForCausalLM")(config)
+    return getattr(transformers, f"{name}For{'MaskedLM' if kind in MASKED else 'CausalLM'}")(config)
 
 
 def batch_of(documents: str | None) -> dict[str, torch.Tensor]:
@@ -70,9 +81,10 @@ def alone(kind: str, documents: str | None) -> list[torch.Tensor]:
     model.set_attn_implementation("eager")
     lengths = DOCUMENTS[documents] if documents else (TOKENS,) * ROWS
     ids, labels = (batch[name].flatten().split(lengths) for name in ("input_ids", "labels"))
-    logits = [model(input_ids=x[None], use_cache=False).logits[0] for x in ids]
-    losses = [cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in zip(logits, labels, strict=True) if len(y) > 1]
-    loss = torch.stack(losses).sum() / sum(int((y[1:] >= 0).sum()) for y in labels)
+    logits = [model(input_ids=x[None]).logits[0] for x in ids]
+    if kind not in MASKED:
+        labels = [F.pad(y[1:], (0, 1), value=-100) for y in labels]
+    loss = F.cross_entropy(torch.cat(logits), torch.cat([*labels]))
     loss.backward()
     return [loss.detach(), torch.cat(logits).view(*batch["input_ids"].shape, -1).detach(), *gradients_of(model)]
 

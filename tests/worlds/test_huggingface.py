@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer  # noqa: E402
 import attention  # noqa: E402
 from attention.huggingface import context_parallel  # noqa: E402
 from attention.huggingface.cache import ShardedLayer  # noqa: E402
+from attention.huggingface.masks import LayerMask  # noqa: E402
 from attention.huggingface.model import asked, attend  # noqa: E402
 from attention.masks.band import CAUSAL, Band  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
@@ -26,12 +27,13 @@ from tests.jobs import huggingface as jobs  # noqa: E402
 TRAINED = [name for name, v in VARIANTS.items() if not (v.decode or v.mixes or name == "grouped")]
 
 
-def kinds(*shown):
-    """All models; those that are not shown at night."""
-    return [kind if kind in shown else pytest.param(kind, marks=pytest.mark.nightly) for kind in jobs.MODELS]
+def kinds(*shown, without=()):
+    """All models but some; those that are not shown at night."""
+    models = [kind for kind in jobs.MODELS if kind not in without]
+    return [kind if kind in shown else pytest.param(kind, marks=pytest.mark.nightly) for kind in models]
 
 
-@pytest.mark.parametrize("kind", kinds("gpt_oss"))
+@pytest.mark.parametrize("kind", kinds("gpt_oss", "llama4", "modernbert"))
 def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind):
     assert max(in_world(jobs.trained, 2, kind=kind, cases=[("ring", None), ("llama3", "odd")])) < 5e-6
 
@@ -74,7 +76,7 @@ def test_a_trainer_in_bf16_takes_the_steps_of_one_rank(in_world, tmp_path):
     assert in_world(jobs.by_trainer, 2, folder=str(tmp_path)) < 3e-2
 
 
-@pytest.mark.parametrize("kind", kinds("llama"))
+@pytest.mark.parametrize("kind", kinds("llama", without=("llama4", "modernbert", "gemma3_encoder")))
 def test_generation_with_a_sharded_cache_gives_the_same_tokens(in_world, kind):
     for same, error, held in in_world(jobs.generated, 2, kind=kind):
         assert same and error < 5e-6 and held == 11  # of 13 + 8 tokens
@@ -161,6 +163,13 @@ def test_a_decode_neither_shards_a_batch_nor_a_variant_for_training_a_cache(cp):
         ValueError, match=r"model.generate with past_key_values=cp.cache.* context_parallel\(model, 'tree'\)"
     ):
         cp.model.generate(IDS, max_new_tokens=2)
+
+
+def test_a_decode_refuses_chunks():
+    model = jobs.model_of("llama4").eval()
+    cache = context_parallel(model, "tree").cache(tokens=9)
+    with pytest.raises(ValueError, match="tree, a decode, takes causal and window only"):
+        model.generate(IDS + 1, past_key_values=cache, max_new_tokens=1, pad_token_id=0)
 
 
 IDS = torch.arange(16).view(2, 8)
@@ -271,9 +280,9 @@ def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, messag
 def test_a_mask_and_an_argument_that_disagree_are_refused(cp):
     q = torch.zeros(1, 2, 8, 16)
     with pytest.raises(ValueError, match="is_causal=False: the model's mask says True"):
-        attend(cp.model, q, q, q, CAUSAL, is_causal=False)
+        attend(cp.model, q, q, q, LayerMask(CAUSAL, CAUSAL), is_causal=False)
     with pytest.raises(ValueError, match="sliding_window=9: the model's mask says 4"):
-        attend(cp.model, q, q, q, Band(3, 0), sliding_window=9)
+        attend(cp.model, q, q, q, LayerMask(Band(3, 0), Band(3, 0)), sliding_window=9)
 
 
 def test_dropout_is_refused_in_training_only():
@@ -284,17 +293,10 @@ def test_dropout_is_refused_in_training_only():
         model.train()(**cp.shard(IDS))
 
 
-@pytest.mark.parametrize(
-    ("name", "config", "message"),
-    [
-        ("MiniMax", "MiniMaxConfig", "layer_types has linear_attention"),
-        ("Llama4", "Llama4TextConfig", "layer_types has chunked_attention"),
-    ],
-)
-def test_a_model_that_mixes_tokens_elsewhere_is_refused(name, config, message):
-    model, config = (getattr(transformers, x) for x in (f"{name}ForCausalLM", config))
-    with torch.device("meta"), pytest.raises(ValueError, match=message):
-        context_parallel(model(config(**jobs.SHAPE, num_local_experts=2)), "dense")
+def test_a_model_that_mixes_tokens_elsewhere_is_refused():
+    config = transformers.MiniMaxConfig(**jobs.SHAPE, num_local_experts=2)
+    with torch.device("meta"), pytest.raises(ValueError, match="layer_types has linear_attention"):
+        context_parallel(transformers.MiniMaxForCausalLM(config), "dense")
 
 
 @pytest.mark.parametrize(
@@ -312,26 +314,42 @@ def test_what_depends_on_tokens_of_other_ranks_is_refused(kind, options, message
 @pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, BERT has attention of its own")
 def test_a_loss_of_another_kind_is_refused():
     config = transformers.BertConfig(**{k: v for k, v in jobs.SHAPE.items() if k != "head_dim"}, pad_token_id=0)
-    model = transformers.BertForMaskedLM(config).eval()
-    cp = context_parallel(model, "dense")
-    with pytest.raises(ValueError, match="the model's loss is ForMaskedLMLoss"):
-        cp.shard(IDS, IDS)
-    batch = cp.shard(IDS)
-    batch.pop("use_cache")
-    found = model(**batch).logits
+    for name, loss in (("MaskedLM", "of its own"), ("TokenClassification", "ForTokenClassification")):
+        model = getattr(transformers, f"BertFor{name}")(config).eval()
+        cp = context_parallel(model, "dense")
+        with pytest.raises(ValueError, match=f"the model's loss is {loss}"):
+            cp.shard(IDS, IDS)
+    out = model(**cp.shard(IDS)).logits
     model.set_attn_implementation("eager")
-    torch.testing.assert_close(found, model(IDS).logits)  # a full mask
+    torch.testing.assert_close(out, model(IDS).logits)  # a full mask
+
+
+CAUSAL_MASK, WINDOW = masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(4)
+CHUNKS = masking_utils.chunked_causal_mask_function(4, torch.zeros(2))
 
 
 @pytest.mark.parametrize(
-    "mask",
+    ("mask", "layer"),
     [
-        masking_utils.chunked_causal_mask_function(4, torch.zeros(2)),
-        masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.sliding_window_overlay(4)),
+        (masking_utils.and_masks(CAUSAL_MASK, WINDOW), LayerMask(Band(3, 0), Band(3, 0))),
+        (masking_utils.or_masks(CAUSAL_MASK, WINDOW), LayerMask()),
+        (masking_utils.or_masks(CAUSAL_MASK, lambda *positions: torch.tensor(True)), LayerMask()),
+        (CHUNKS, LayerMask(CAUSAL, CAUSAL, 4)),
     ],
 )
-def test_masks_that_are_not_understood_are_refused(mask):
-    with pytest.raises(ValueError, match=r"the model's mask has (chunked_overlay|or_masks)"):
+def test_masks_are_read_from_their_functions(mask, layer):
+    assert asked(mask) == layer
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masking_utils.padding_mask_function(torch.ones(2, 8)), "the model's mask has padding_mask_function"),
+        (masking_utils.or_masks(CHUNKS, CAUSAL_MASK), "the model's mask has or_masks of chunks"),
+    ],
+)
+def test_masks_that_are_not_understood_are_refused(mask, message):
+    with pytest.raises(ValueError, match=message):
         asked(mask)
 
 

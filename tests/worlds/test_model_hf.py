@@ -107,7 +107,7 @@ def test_a_layer_that_attends_otherwise_than_its_configuration_was_read_is_refus
     spec, fn = resolved(*ONE, config("mistral")), attention.make("dense")
     read = spec.model.config(spec.workload)
     for wrong, what in (
-        (read.under(masks.causal()), "window 15, read as -1"),
+        (read.under(masks.causal()), r"mask window \(15, 0\), read as causal"),
         (replace(read, kv_heads=8), "KV heads 4"),
     ):
         decoder = Decoder(spec.model.huggingface, wrong, fn, False, torch.float32)
