@@ -2,8 +2,8 @@
 
     python -m tests.mutants --functions 30
 
-Functions are drawn by the commit, but for files that need a GPU. In each, one condition is inverted or one number is another. Tests of the
-broken file's folder come first, then all. It works on a copy of the checkout, so files that are not committed are left out."""
+Functions are drawn by the commit, but for files that need a GPU. In each, one condition is inverted or one number is another. For all of them
+the tests of the broken file's folder run, then all tests for those that are left. It works on a copy of what is committed."""
 
 import argparse
 import ast
@@ -45,7 +45,6 @@ def replaced(source: str, node: ast.AST, text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--functions", type=int, default=30)
-    parser.add_argument("--skip", type=int, default=0, help="functions of the draw that were tried before")
     given = parser.parse_args()
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     rng = random.Random(commit.strip())
@@ -56,32 +55,27 @@ def main() -> None:
             if not str(file.relative_to(copy)).startswith(GPU_ONLY):
                 for name, node, text in mutants(ast.parse(file.read_text())):
                     breaks.setdefault((file, name), []).append((node, text))
-        drawn = rng.sample(list(breaks), given.functions)
-        found = 0
-        for number, (file, name) in enumerate(drawn):
-            node, text = rng.choice(breaks[file, name])
-            if number < given.skip:
-                continue
-            source = file.read_text()
-            file.write_text(replaced(source, node, text))
-            by = failing(copy, file)
-            file.write_text(source)
-            found += by is not None
-            line = f"{file.relative_to(copy)}:{node.lineno} {name}: {ast.get_source_segment(source, node)} -> {text}"
-            print(f"{'found' if by else 'MISSED'}  {line}  {by or ''}", flush=True)
-    print(f"{found} of {given.functions - given.skip} found")
+        left = [(*place, *rng.choice(breaks[place])) for place in rng.sample(list(breaks), given.functions)]
+        for near in True, False:
+            left = [mutant for mutant in left if not found(copy, near, *mutant)]
+    print(f"{given.functions - len(left)} of {given.functions} found")
 
 
-def failing(copy: Path, broken: Path) -> str | None:
-    """The first failing test, of the nearest folder or of all."""
-    near = copy / "tests" / "unit" / broken.parent.relative_to(copy)
-    for tests in ([str(near)] if near.is_dir() else []), []:
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
-        run = subprocess.run(command, cwd=copy, capture_output=True, text=True)
-        if run.returncode not in (0, 5):
-            lines = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            return lines[0] if lines else run.stdout[-200:] + run.stderr[-200:]
-    return None
+def found(copy: Path, near: bool, file: Path, name: str, node: ast.AST, text: str) -> bool:
+    """Whether a test fails: of the broken file's folder, or of all."""
+    source, folder = file.read_text(), copy / "tests" / "unit" / file.parent.relative_to(copy)
+    if near and not folder.is_dir():
+        return False
+    file.write_text(replaced(source, node, text))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *([str(folder)] if near else [])]
+    run = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    file.write_text(source)
+    by = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))] or [run.stderr[-300:]]
+    said = f"found by {by[0]}" if run.returncode else "missed"
+    part = ast.get_source_segment(source, node)
+    if run.returncode or not near:
+        print(f"{file.relative_to(copy)}:{node.lineno} {name}: {part} -> {text}: {said}", flush=True)
+    return run.returncode != 0
 
 
 if __name__ == "__main__":

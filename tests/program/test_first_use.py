@@ -12,7 +12,7 @@ README, READING = ((ROOT / name).read_text() for name in ("README.md", "docs/rea
 
 
 def test_the_first_command_of_the_readme_is_a_checked_and_timed_run(tmp_path):
-    (first,) = re.findall(r"^pip install -e \. && python (-m runner)\b", README, re.MULTILINE)
+    (first,) = re.findall(r"^pip install -c cpu.txt -e \. && python (-m runner)\b", README, re.MULTILINE)
     command = [sys.executable, *shlex.split(first)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
