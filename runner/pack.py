@@ -4,7 +4,7 @@
     python -m runner.pack results/MACHINE/EXPERIMENT --remove                            # in its place
 
 A packed sweep has `results.parquet` (a row for each run: the columns of the summary, and its result.json in the column
-`result`), `phases.parquet`, `samples.parquet`, `kernels.parquet` and `kernel_times.parquet` (the tables of all runs,
+`result`), `phases.parquet`, `samples.parquet` and `kernels.parquet` (the tables of all runs,
 with the column `run` first), and `summary.md`. `runner.report`, `runner.compare` and resume=true read it like run folders. A packed target
 keeps its other runs; a run of the same name is replaced. Everything is read back and compared before --remove deletes
 the run folders. Logs and traces are not packed; the configuration is in the result."""

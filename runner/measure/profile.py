@@ -1,6 +1,5 @@
 """The profiler method: an additional pass under torch.profiler, with a trace and a kernel table for each rank. From the
-trace's intervals: the busy time of compute and of communication, their overlap, and how much communication is exposed. Of
-the last iteration also when each kernel ran, on one clock for all ranks.
+trace's intervals: the busy time of compute and of communication, their overlap, and how much communication is exposed.
 
 On a CPU the intervals are the executors' phases, which the recorder writes into the trace. On CUDA a trace shows nothing
 while a stream waits for a remote rank's flag, so these waits come from the recorder's events. There the CPU also gets ahead
@@ -13,20 +12,18 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
-from math import inf
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from attention.gpu import private
-from attention.profiling import WHOLE, Recorder
+from attention.profiling import Recorder
 from runner.launch.files import write
-from runner.measure.phases import Row, host_clock, on_one_clock, record
+from runner.measure.phases import record
 from runner.measure.statistics import Fields
 from runner.measure.stopwatch import Stopwatch
 from runner.measure.timing import Called
@@ -41,8 +38,6 @@ PATTERNS = {  # of kernels' names; others compute
     "communication": re.compile(r"nccl|PtoP|Peer|symm|^_exchange$", re.IGNORECASE),
 }
 SHOWN = 40  # kernels in the table
-MOST_TIMES = 400  # intervals of a rank's kernels that are kept, the longest
-PASS = "pass "  # with the pass: the range around it in a trace
 
 
 def covered(spans: Iterable[Span]) -> float:
@@ -55,8 +50,8 @@ def covered(spans: Iterable[Span]) -> float:
 
 
 class Event(NamedTuple):
-    """An event of a trace that counts: when it was, in us, and what it is: compute, communication, alignment, lead, pass, or other
-    (only in the kernel table)."""
+    """An event of a trace that counts: when it was, in us, and what it is: compute, communication, alignment, lead, or other (only
+    in the kernel table)."""
 
     span: Span
     name: str
@@ -77,8 +72,6 @@ def _kind(category: str, name: str, device: str) -> str | None:
     if device == "cuda":
         kind = next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), "compute")
         return kind if category in ("kernel", "gpu_memcpy", "gpu_memset") else None
-    if name.startswith(PASS) and category == "user_annotation":
-        return "pass"
     by_prefix = {"comm_": "communication", "comp_": "compute"}
     return by_prefix.get(name[:5]) or ("other" if category == "cpu_op" else None)
 
@@ -92,7 +85,7 @@ def analyse(
     kernels: dict[str, list[float]] = defaultdict(list)
     for (start, stop), name, kind in events:
         spans[kind].append((start, stop))
-        if kind not in ("alignment", "lead", "pass"):
+        if kind not in ("alignment", "lead"):
             kernels[name].append(stop - start)
     compute, communication, aligned = spans["compute"], spans["communication"], spans["alignment"]
     everything = compute + communication
@@ -124,45 +117,8 @@ def analyse(
     return profile, table
 
 
-def kernel_times(events: Sequence[Event], order: Sequence[str]) -> tuple[list[Row], int]:
-    """When each kernel of a rank's last iteration ran, as rows without `rank`, in ms of the trace; on a CPU the
-    executors' phases. In each pass (`order`: of an iteration) the first row is `pass`, the whole. Also how many kernels
-    were left out, the shortest.
-
-    A pass begins on CUDA where the all-reduce that aligns the ranks ends, on a CPU where its range does. Without these
-    there are no rows."""
-    begins = [event.span for event in events if event.kind == "pass"]  # on a CPU with their ends
-    begins += [(stop, stop) for (_, stop), _, kind in events if kind == "alignment"]
-    begins = begins[-len(order) :]
-    if len(begins) < len(order):
-        return [], 0
-    kernels = [event for event in events if event.kind in ("compute", "communication") and event.span >= begins[0]]
-    longest = set(sorted(kernels, key=lambda event: event.span[0] - event.span[1])[:MOST_TIMES])
-    rows: list[Row] = []
-    for which, (start, stop), (end, _) in zip(order, begins, [*begins[1:], (inf, inf)], strict=True):
-        within = [event for event in kernels if start <= event.span[0] < end]
-        whole = Event((start, max([stop, *(event.span[1] for event in within)])), WHOLE, WHOLE)
-        for (a, b), name, kind in [whole, *filter(longest.__contains__, within)]:
-            times = {"start_ms": a / 1e3, "stop_ms": b / 1e3}
-            rows.append({"iteration": 0, "pass": which, "kernel": name, "phase": name, "kind": kind, **times})
-    return rows, len(kernels) - len(longest)
-
-
-def together(by_rank: Sequence[list[Row]], bases_ns: Sequence[int], clocks: Sequence[Any]) -> list[Row]:
-    """The rows of all ranks on one clock, in ms since the first rank began. bases_ns: by rank, when its trace's time 0 was, in ns of
-    its host's clock. clocks: by rank, which clock that is. The clocks of several hosts are aligned as those of phases are."""
-    if not all(by_rank):
-        return []
-    rows = []
-    for rank, (own, base) in enumerate(zip(by_rank, bases_ns, strict=True)):
-        late = (base - bases_ns[0]) / 1e6  # a float holds no time since 1970 in ns
-        rows += [row | {"rank": rank} | {key: row[key] + late for key in ("start_ms", "stop_ms")} for row in own]
-    on_one_clock(rows, clocks)
-    return rows
-
-
 def profile(work: Workload, runs: int, folder: Path, tables: Tables) -> list[RankProfile]:
-    """Of `runs` iterations, by rank, with their kernels, kernel times and traces in `tables`. Each rank writes its trace into
+    """Of `runs` iterations, by rank, with their kernels and traces in `tables`. Each rank writes its trace into
     `folder`, on its node. Raises OSError when the disk is full."""
     me, watch = work.me, Stopwatch(work.me)
     activities, more = [ProfilerActivity.CPU, ProfilerActivity.CUDA], Fields()
@@ -171,7 +127,7 @@ def profile(work: Workload, runs: int, folder: Path, tables: Tables) -> list[Ran
     ranges = torch.profiler.record_function
 
     def run(which: str) -> None:
-        with ranges(f"{PASS}{which}"):
+        with ranges(f"pass {which}"):
             work.run(which)
 
     observed = partial(torch.profiler.profile, activities=activities, **more)
@@ -183,14 +139,9 @@ def profile(work: Workload, runs: int, folder: Path, tables: Tables) -> list[Ran
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()
     scratch.unlink()
-    trace, name = json.loads(text), f"trace_rank{me.rank}.json.gz"
-    events = events_of(trace["traceEvents"], me.device.type)
-    rows, left_out = kernel_times(events, work.passes)
+    events, name = events_of(json.loads(text)["traceEvents"], me.device.type), f"trace_rank{me.rank}.json.gz"
     about, kernels = analyse(events, waits, runs)
-    about, kernels = replace(about, kernels_left_out=left_out), [{"rank": me.rank, **row} for row in kernels]
     write(folder / name, gzip.compress(text.encode(), 3))
-    base_ns = int(trace.get("baseTimeNanoseconds", 0))
-    by_rank = zip(*me.gather((about, kernels, name, rows, base_ns, host_clock())), strict=True)
-    profiles, of_ranks, tables.traces, *times = by_rank
-    tables.kernels, tables.kernel_times = [row for rows in of_ranks for row in rows], together(*times)
+    profiles, of_ranks, tables.traces = zip(*me.gather((about, kernels, name)), strict=True)
+    tables.kernels = [{"rank": rank, **row} for rank, rows in enumerate(of_ranks) for row in rows]
     return list(profiles)

@@ -20,7 +20,6 @@ from runner.record.result import Result, Tables
 COLUMNS = {  # of the tables in CSV
     "phases": ("iteration", "rank", "pass", "phase", "step", "ms", "start_ms", "stop_ms"),
     "kernels": ("rank", "kernel", "calls", "total_ms", "mean_us"),
-    "kernel_times": ("rank", "pass", "kernel", "kind", "start_ms", "stop_ms"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Read the tables of a run (samples, phases, kernels and when they ran) from its folder or from its packed sweep."""
+"""Read the tables of a run (samples, phases and kernels) from its folder or from its packed sweep."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from runner.reading import MOST_TABLE_BYTES, read_parquet, read_regular
 from runner.record.result import Result
 
 # the file in a run's folder; a packed sweep has NAME.parquet, where the column `run` comes before the others
-TABLES = {
-    "phases": "phases.csv", "samples": "samples.parquet", "kernels": "kernels.csv", "kernel_times": "kernel_times.csv",
-}  # fmt: skip
+TABLES = {"phases": "phases.csv", "samples": "samples.parquet", "kernels": "kernels.csv"}
 WHOLE = ("iteration", "round", "rank", "step", "calls")  # columns of whole numbers
 
 

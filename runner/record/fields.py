@@ -452,4 +452,4 @@ class RankProfile(Part):
     idle_ms: float
     waits_known: bool | None
     runs: int | None
-    kernels_left_out: int = 0  # of kernel_times.csv
+    kernels_left_out: int = 0  # only earlier versions counted them

@@ -116,12 +116,11 @@ class Asked(fields.Part):
 @dataclass
 class Tables:
     """What a run measured beside its result, each a file of its folder. samples: by rank, the ms of each iteration by pass.
-    phases, kernels, kernel_times: rows. traces: the names of the files that the ranks wrote."""
+    phases, kernels: rows. traces: the names of the files that the ranks wrote."""
 
     samples: Sequence[dict[str, list[float]]] = ()
     phases: Sequence[dict[str, Any]] = ()
     kernels: Sequence[dict[str, Any]] = ()
-    kernel_times: Sequence[dict[str, Any]] = ()
     traces: Sequence[str] = ()
 
 

@@ -160,36 +160,8 @@ def phase_rows(world=2, iterations=3):
     ]
 
 
-def kernel_rows(world=2):
-    """Rows of kernel_times.csv: in a pass of 30 ms, which each rank begins 1 ms after the one before it, communication lies
-    half upon compute."""
-    spans = [
-        ("pass", "pass", 0.0, 30.0), ("void flash<64, 64>(int)", "compute", 0.0, 10.0),
-        ("ncclDevKernel_SendRecv", "communication", 5.0, 15.0), ("void flash<64, 64>(int)", "compute", 15.0, 30.0),
-    ]  # fmt: skip
-    return [
-        {"rank": rank, "pass": which, "kernel": name, "kind": kind}
-        | {"start_ms": begin + rank + start, "stop_ms": begin + rank + stop}
-        for rank in range(world)
-        for which, begin in (("forward", 0.0), ("backward", 50.0))
-        for name, kind, start, stop in spans
-    ]
-
-
-def with_kernels(folder, value):
-    """A result with its table of kernels' times."""
-    times = dict.fromkeys(("compute_ms", "communication_ms", "exposed_communication_ms", "idle_ms"), 1.0)
-    value["profile"] = [{**times, "kernels_left_out": 2}] * value["config"]["world_size"]
-    value["artifacts"] = {"kernel_times": "kernel_times.csv"}
-    return _with_rows(folder, value, "kernel_times.csv", kernel_rows, results.COLUMNS["kernel_times"])
-
-
 def with_phases(folder, value, columns=results.COLUMNS["phases"]):
     """A result with its table of phases."""
-    return _with_rows(folder, value, "phases.csv", phase_rows, columns)
-
-
-def _with_rows(folder, value, name, rows, columns):
     written(folder, value)
-    results.write_csv(folder / value["name"] / name, rows(value["config"]["world_size"]), columns)
+    results.write_csv(folder / value["name"] / "phases.csv", phase_rows(value["config"]["world_size"]), columns)
     return folder

@@ -1,11 +1,12 @@
-"""The recorded phases and kernels of a few runs: which runs are shown, what a phase is spent on, and when. The data of the
+"""The recorded phases of a few runs: which runs are shown, what a phase is spent on, and when. The data of the
 panels `phases` and `timeline`."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from runner.output.run_tables import table_of
@@ -19,20 +20,18 @@ WHOLE = "pass"  # the phase that is a rank's whole pass
 COMPUTE, MERGE, EXPOSED = "compute", "merge and copies", "exposed communication"
 RANKS, OTHER = "wait for other ranks", "other"
 TRANSFER, BLOCK = "transfer", "own block"  # these overlap the others
-OVERLAPPED = "overlapped communication"  # of kernels; drawn upon what computes meanwhile
 WAITS = (EXPOSED, RANKS)
-BESIDE = (TRANSFER, BLOCK, OVERLAPPED)
+BESIDE = (TRANSFER, BLOCK)
 # light and dark pages have the same, of which exposed communication is the strongest
 COLORS = {
-    COMPUTE: "#5b8fd9", MERGE: "#7cc0b5", EXPOSED: "#e5343d", OVERLAPPED: "#5b3f9b", RANKS: "#eda63c", TRANSFER: "#a78bda",
-    BLOCK: "#c98fae", OTHER: "#9aa0a6",
+    COMPUTE: "#5b8fd9", MERGE: "#7cc0b5", EXPOSED: "#e5343d", RANKS: "#eda63c", TRANSFER: "#a78bda", BLOCK: "#c98fae",
+    OTHER: "#9aa0a6",
 }  # fmt: skip
 MERGES = ("comp_merge", "comp_place", "comp_stage_", "comp_shard_kv", "comp_num_den", "comp_final_output")
 MOST_RUNS, MOST_RANKS = 4, 8
-MOST_NAME = 60  # letters of the phases or kernels of a bar
+MOST_NAME = 60  # letters of the phases of a bar
 
 Rows = list[dict[str, Any]]  # of a run's table of phases
-Span = tuple[float, float]
 
 
 def group_of(phase: str) -> str:
@@ -45,23 +44,21 @@ def group_of(phase: str) -> str:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of a panel, with its label, and one iteration of its phases and one of its kernels; of one of the two there may
-    be none."""
+    """A run of a panel, with its label, and one iteration of its phases."""
 
     label: str
     run: Run
     phases: Rows
-    kernels: Rows
 
     @property
-    def placed(self) -> Recorded:
-        """Without phases that earlier versions recorded, which have no begin and no end."""
-        return replace(self, phases=[row for row in self.phases if row.get("start_ms") is not None])
+    def placed(self) -> bool:
+        """Whether the phases have a begin and an end, which earlier versions did not record."""
+        return all(row.get("start_ms") is not None for row in self.phases)
 
     @property
     def ranks(self) -> list[int]:
         """The ranks that are shown: all or, of many, some at equal distances."""
-        world = 1 + max(row["rank"] for row in (*self.phases, *self.kernels))
+        world = 1 + max(row["rank"] for row in self.phases)
         n = min(world, MOST_RANKS)
         return [round(i * (world - 1) / max(1, n - 1)) for i in range(n)]
 
@@ -72,7 +69,7 @@ def median_iteration(rows: Rows) -> Rows:
     for row in rows:
         iterations[row["iteration"]].append(row)
     by_time = sorted(iterations.values(), key=lambda rows: sum(lengths(rows).values()))
-    return by_time[(len(by_time) - 1) // 2] if rows else []
+    return by_time[(len(by_time) - 1) // 2]
 
 
 def lengths(rows: Rows) -> dict[str, float]:
@@ -85,13 +82,9 @@ def lengths(rows: Rows) -> dict[str, float]:
 
 
 def chosen(runs: Sequence[Run], which: str) -> tuple[list[Recorded], str]:
-    """The runs that a panel shows, the fastest first, and in words how they were chosen; none without phases or kernels of
-    several ranks."""
-    several = [
-        run
-        for run in runs
-        if (run.world_size or 1) > 1 and (run.result.phases or "kernel_times" in run.result.artifacts)
-    ]
+    """The runs that a panel shows, the fastest first, and in words how they were chosen; none without phases of several
+    ranks."""
+    several = [run for run in runs if (run.world_size or 1) > 1 and run.result.phases]
     if not several:
         return [], ""
 
@@ -105,10 +98,8 @@ def chosen(runs: Sequence[Run], which: str) -> tuple[list[Recorded], str]:
         fastest.setdefault(run.attention if variants else named[run], run)
     recorded = []
     for run in [*fastest.values()][:MOST_RUNS]:
-        phases, kernels = (table_of(run.result, kind) or [] for kind in ("phases", "kernel_times"))
-        kernels = [row | {"phase": row["kernel"], "ms": row["stop_ms"] - row["start_ms"]} for row in kernels]
-        if phases or kernels:
-            recorded.append(Recorded(named[run], run, median_iteration(phases), kernels))
+        if phases := table_of(run.result, "phases"):
+            recorded.append(Recorded(named[run], run, median_iteration(phases)))
     kind = "variant" if variants else "setting"
     where = place(largest[0], varying(several)).replace("\n", " ")
     return recorded, f"The fastest run of each {kind}{f' at {where}' if where else ''}, at most {MOST_RUNS}."
@@ -136,73 +127,30 @@ def spent(recorded: Recorded) -> Rows:
 
 def timeline(recorded: Recorded) -> tuple[Rows, dict[str, float]]:
     """The bars of one iteration, with `start` and `stop` in ms, and when each pass begins. The pause between two passes, in which
-    the ranks are aligned, is cut out. Kernels may be of another iteration: their passes begin with those of the phases, and the
-    next pass begins after both."""
+    the ranks are aligned, is cut out. A rank that ends a pass before the slowest waits for other ranks."""
     bars: Rows = []
     passes: dict[str, float] = {}
     begin = 0.0
-    for which in dict.fromkeys(row["pass"] for row in (*recorded.phases, *recorded.kernels)):
-        passes[which], ends = begin, [begin]
-        for table in (recorded.phases, recorded.kernels):
-            rows = [row for row in table if row["pass"] == which]
-            if whole := [row for row in rows if row["phase"] == WHOLE]:
-                shift = begin - min(row["start_ms"] for row in whole)
-                ends.append(max(row["stop_ms"] for row in whole) + shift)
-                for rank in recorded.ranks:
-                    bars += _bars([row for row in rows if row["rank"] == rank], shift, ends[-1])
-        begin = max(ends)
+    for which in dict.fromkeys(row["pass"] for row in recorded.phases):
+        rows = [row for row in recorded.phases if row["pass"] == which]
+        whole = [row for row in rows if row["phase"] == WHOLE]
+        shift = begin - min(row["start_ms"] for row in whole)
+        passes[which], begin = begin, max(row["stop_ms"] for row in whole) + shift
+        for row in [row for row in rows if row["rank"] in recorded.ranks]:
+            start, stop, group = row["start_ms"] + shift, row["stop_ms"] + shift, group_of(row["phase"])
+            name, lane = row["phase"], f"rank {row['rank']}{f' {group}' if group in BESIDE else ''}"
+            if name == WHOLE:
+                name, lane, group, start, stop = "end of the pass", f"rank {row['rank']}", RANKS, stop, begin
+            bar = {"lane": lane, "pass": which, "group": group, "phase": name, "start": start, "stop": stop}
+            bars.append(bar | ({"step": row["step"]} if row["step"] >= 0 else {}))
     return [bar for bar in bars if bar["start"] < bar["stop"]], passes
-
-
-def _bars(rows: Rows, shift: float, end: float) -> Iterable[dict[str, Any]]:
-    """The bars of a rank's phases or kernels in one pass, whose slowest rank ends at `end`: a rank that ends before waits for
-    other ranks. Communication of kernels is exposed where none computes."""
-    busy = [(row["start_ms"] + shift, row["stop_ms"] + shift) for row in rows if row.get("kind") == COMPUTE]
-    for row in rows:
-        start, stop = row["start_ms"] + shift, row["stop_ms"] + shift
-        kernel, group = "kernel" in row, COMPUTE if "kernel" in row else group_of(row["phase"])
-        # names of joined bars are parted by ", "
-        name = row["phase"].removeprefix("void ").replace(", ", ",")
-        lane = f"rank {row['rank']}{' kernels' if kernel else f' {group}' if group in BESIDE else ''}"
-        bar = {"lane": lane, "pass": row["pass"], "group": group, "phase": name, "start": start, "stop": stop}
-        if row["phase"] == WHOLE:
-            if not kernel:
-                yield bar | {
-                    "lane": f"rank {row['rank']}",
-                    "group": RANKS,
-                    "phase": "end of the pass",
-                    "start": stop,
-                    "stop": end,
-                }
-        elif not kernel:
-            yield bar | ({"step": row["step"]} if row["step"] >= 0 else {})
-        elif row["kind"] == COMPUTE:
-            yield bar
-        else:
-            exposed = minus((start, stop), busy)
-            for group, spans in ((EXPOSED, exposed), (OVERLAPPED, minus((start, stop), exposed))):
-                yield from (bar | {"group": group, "start": a, "stop": b} for a, b in spans)
-
-
-def minus(span: Span, others: Iterable[Span]) -> list[Span]:
-    """The parts of a span outside of the others."""
-    start, end = span
-    parts = []
-    for a, b in sorted(others):
-        if start < a and start < end:
-            parts.append((start, min(a, end)))
-        start = max(start, b)
-    return [*parts, (start, end)] if start < end else parts
 
 
 def coarser(bars: Rows, least: float) -> Rows:
     """The bars, where those shorter than `least` ms are drawn with the next of their lane, as the group that takes most of
     their time."""
-
-    def lane(bar: dict[str, Any]) -> tuple[Any, ...]:
-        return bar["lane"], bar["group"] == OVERLAPPED, bar["pass"]
-
     clusters: list[Rows] = []
+    lane = itemgetter("lane", "pass")
     for bar in sorted(bars, key=lambda bar: (lane(bar), bar["start"])):
         last = clusters[-1] if clusters else []
         if last and lane(last[0]) == lane(bar) and max(bar["start"], last[-1]["stop"]) - last[0]["start"] < least:

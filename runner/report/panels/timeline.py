@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +13,6 @@ from runner.report.panels.recorded import (
     BESIDE,
     COLORS,
     WAITS,
-    WHOLE,
     Recorded,
     chosen,
     coarser,
@@ -29,15 +27,10 @@ OF_RANKS = (
     "other ranks; other is CPU launch overhead and gaps."
 )
 ONE_CLOCK = (
-    "Of each run the iteration whose time is the median, all ranks on one clock{}; the pause before a pass, in which the ranks are "
+    "{} Of each run the iteration whose time is the median, all ranks on one clock{}; the pause before a pass, in which the ranks are "
     "aligned, is cut out. Where a lane is empty: CPU launch overhead and gaps."
 )
 CLOCKS = " (aligned before each pass, to some {:.2g} µs)"
-OF_KERNELS = (
-    "Kernels (on a CPU, phases) are from the trace of one iteration, another one than that of phases; each pass begins with that of "
-    "the phases. There all ranks begin a pass within {:.3g} ms. Communication is overlapped while compute runs, and drawn thin "
-    "upon it; nothing is drawn where no kernel runs."
-)
 
 
 def colored(rows: Sequence[Row]) -> Any:
@@ -52,7 +45,7 @@ def phases(runs: Sequence[Run], which: str) -> list[Panel]:
     """A bar for each rank, of the time of each group of phases, a facet for each run; none without phases of several
     ranks."""
     recorded, rule = chosen(runs, which)
-    rows = [row for run in recorded if run.phases for row in spent(run)]
+    rows = [row for run in recorded for row in spent(run)]
     if not rows:
         return []
     chart = alt.Chart(alt.Data(values=rows)).mark_bar()
@@ -68,9 +61,9 @@ def phases(runs: Sequence[Run], which: str) -> list[Panel]:
 
 
 def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
-    """One iteration of some runs, a facet for each, in a row of the page; none where no phase or kernel has a begin and an end."""
+    """One iteration of some runs, a facet for each, in a row of the page; none where no phase has a begin and an end."""
     recorded, rule = chosen(runs, which)
-    recorded = [run.placed for run in recorded if run.placed.phases or run.kernels]
+    recorded = [run for run in recorded if run.placed]
     if not recorded:
         return []
     rows: list[Row] = []
@@ -98,23 +91,8 @@ def one_iteration(runs: Sequence[Run], which: str) -> list[Panel]:
         begins.mark_rule(strokeDash=[3, 3], color=QUIET),
         begins.mark_text(align="left", dx=3, dy=-7, color=QUIET).encode(text="pass:N", y=alt.value(0)),
     )
-    clock = ONE_CLOCK.format(_clocks(recorded)) if any(run.phases for run in recorded) else ""
-    size, notes = {"width": 620, "height": alt.Step(16)}, [rule, clock, _about_kernels(recorded)]
+    size, notes = {"width": 620, "height": alt.Step(16)}, [ONE_CLOCK.format(rule, _clocks(recorded))]
     return [panel("timeline", "Timeline of one iteration", notes, chart, rows, size, by="run", columns=1)]
-
-
-def _about_kernels(recorded: Sequence[Recorded]) -> str:
-    """What the lanes of kernels are; empty without any."""
-    begins: dict[Any, list[float]] = defaultdict(list)
-    for run in recorded:
-        for row in run.kernels:
-            if row["phase"] == WHOLE:
-                begins[run.label, row["pass"]].append(row["start_ms"])
-    if not begins:
-        return ""
-    note = OF_KERNELS.format(max(max(times) - min(times) for times in begins.values()))
-    left_out = sum(profile.kernels_left_out for run in recorded if run.kernels for profile in run.run.result.profile)
-    return f"{note} The {left_out:,} shortest kernels are left out." if left_out else note
 
 
 def _clocks(recorded: Sequence[Recorded]) -> str:

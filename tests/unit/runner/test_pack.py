@@ -12,7 +12,7 @@ from runner.output.run_tables import TABLES, table_of
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
-from tests.support.recorded import kernel_rows, phase_rows, result, write, written
+from tests.support.recorded import phase_rows, result, write, written
 
 
 @pytest.fixture
@@ -27,7 +27,6 @@ def sweep(tmp_path):
         results.write_csv(run / "phases.csv", phase_rows(), results.COLUMNS["phases"])
     kernels = [{"rank": 0, "kernel": 'a, "b" <c>', "calls": 3, "total_ms": 0.1, "mean_us": 1e3 / 3}]
     results.write_csv(run / "kernels.csv", kernels, [*kernels[0]])
-    results.write_csv(run / "kernel_times.csv", kernel_rows(), results.COLUMNS["kernel_times"])
     return folder
 
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from attention.profiling import phase
-from runner.measure import profile as measured
-from runner.measure.profile import analyse, events_of, kernel_times, profile, together
+from runner.measure.profile import analyse, events_of, profile
 from runner.record.result import Tables
 
 
@@ -72,54 +71,6 @@ def test_a_stream_that_waits_is_exposed_communication_where_nothing_computes(eve
     assert (found.compute_ms, found.communication_ms) == (30, 4)
 
 
-def two_iterations(late, base_ns):
-    """Events of a GPU whose passes begin `late` us after the 1000th, 50,000th and so on since 1970 in us, relative to base_ns."""
-    events = []
-    for begin, name in zip((1000, 50_000, 100_000, 150_000), ("fwd", "bwd", "fwd", "bwd"), strict=True):
-        events += [
-            event("kernel", "spin_kernel", begin - 800, begin - 100),
-            event("kernel", ALIGN, begin - 100, begin + late),
-            event("kernel", f"flash_{name}", begin + late, begin + 10_000),
-            event("kernel", "ncclDevKernel_SendRecv(x)", begin + 5000, begin + 12_000),
-        ]
-    return [entry | {"ts": entry["ts"] - base_ns / 1e3} for entry in reversed(events)]
-
-
-def last_iteration(events):
-    return kernel_times(events_of(events, "cuda"), ("forward", "backward"))
-
-
-def test_the_kernels_of_the_last_iteration_are_on_one_clock_whatever_the_traces_count_from():
-    """Rank 1 begins 40 us later."""
-    bases = [0, 900_000]
-    by_rank, left_out = zip(*(last_iteration(two_iterations(40 * (base > 0), base)) for base in bases), strict=True)
-    rows = together(by_rank, bases, ["host", "host"])
-    assert left_out == (0, 0)
-    keys = ("rank", "pass", "kernel", "kind", "start_ms", "stop_ms")
-    assert [tuple(row[key] for key in keys) for row in rows] == [
-        (rank, which, *kernel, begin + after, begin + stop)
-        for rank, late in ((0, 0), (1, 0.04))
-        for which, begin in (("forward", 0), ("backward", 50))
-        for *kernel, after, stop in (
-            ("pass", "pass", late, 12),
-            (f"flash_{which[0]}wd", "compute", late, 10),
-            ("ncclDevKernel_SendRecv(x)", "communication", 5, 12),
-        )
-    ]
-    # the clocks of two hosts are shifted so that the ranks begin together
-    apart = together(by_rank, bases, [0, 1])
-    assert [row["start_ms"] for row in apart if row["kernel"] == "pass"] == [0, 50, 0, 50]
-
-
-def test_of_many_kernels_the_longest_are_kept_and_without_an_alignment_there_are_none(monkeypatch):
-    monkeypatch.setattr(measured, "MOST_TIMES", 3)
-    events = two_iterations(0, 0)
-    rows, left_out = last_iteration(events)
-    assert left_out == 1
-    assert sorted(row["kind"] for row in rows) == ["communication", "compute", "compute", "pass", "pass"]
-    assert last_iteration([entry for entry in events if entry["name"] != ALIGN]) == ([], 0)
-
-
 def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(tmp_path):
     def run(which):
         for name in ("comp_block", "comm_kv"):
@@ -131,12 +82,11 @@ def test_a_real_cpu_profile_is_that_of_one_iteration_and_leaves_a_trace(tmp_path
     tables = Tables()
     (about,) = profile(SimpleNamespace(me=me, passes=("forward",), run=run), 4, tmp_path, tables)
     assert about.compute_ms >= 10 <= about.communication_ms  # a sleep is never shorter
-    assert (about.runs, about.kernels_left_out) == (4, 0)
-    kinds = {"pass": "pass", "comp_block": "compute", "comm_kv": "communication"}
-    assert {row["kernel"]: row["kind"] for row in tables.kernel_times} == kinds
-    whole, *parts = ([row["start_ms"], row["stop_ms"]] for row in tables.kernel_times)
-    times = [0, *parts[0], *parts[1], whole[1]]
-    assert times == sorted(times) and whole[0] == 0
+    assert about.runs == 4
+    assert {(row["rank"], row["kernel"], row["calls"]) for row in tables.kernels} >= {
+        (0, "comp_block", 4),
+        (0, "comm_kv", 4),
+    }
     assert tables.traces == ("trace_rank0.json.gz",) and not list(me.folder.iterdir())
     with gzip.open(tmp_path / "trace_rank0.json.gz", "rt") as trace:
         names = [e["name"] for e in json.load(trace)["traceEvents"]]

@@ -10,7 +10,6 @@ from runner.report.panels.recorded import (
     EXPOSED,
     MERGE,
     OTHER,
-    OVERLAPPED,
     RANKS,
     Recorded,
     chosen,
@@ -21,13 +20,13 @@ from runner.report.panels.recorded import (
 )
 from runner.report.runs import read
 from tests.support.paths import RESULTS
-from tests.support.recorded import kernel_rows, phase_rows, result, with_kernels, with_phases
+from tests.support.recorded import phase_rows, result, with_phases
 
 pytestmark = pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing()))
 
 
-def recorded(rows, kernels=()):
-    return Recorded("ring", None, median_iteration(rows), list(kernels))
+def recorded(rows):
+    return Recorded("ring", None, median_iteration(rows))
 
 
 def test_a_ranks_groups_add_up_to_the_iteration_of_the_slowest():
@@ -54,15 +53,6 @@ def test_passes_follow_each_other_without_the_pause_between_them():
     waits = [("rank 0", 7, 10), ("rank 1", 7, 10), ("rank 0", 28, 31), ("rank 1", 28, 31)]
     assert bars(rows, EXPOSED) == waits
     assert bars(rows, RANKS) == [("rank 1", 20, 21), ("rank 1", 41, 42)]  # it ends 1 ms before rank 0
-
-
-def test_kernels_begin_with_the_phases_of_their_pass_and_communication_is_exposed_or_overlapped():
-    kernels = [row | {"phase": row["kernel"]} for row in kernel_rows()]
-    rows, passes = timeline(recorded(phase_rows(), kernels))
-    assert passes == {"forward": 0, "backward": 31}  # kernels take 31 ms, phases 21
-    rows = [row for row in rows if row["lane"] == "rank 1 kernels" and row["pass"] == "forward"]
-    shown = {group: [span for _, *span in bars(rows, group)] for group in (COMPUTE, OVERLAPPED, EXPOSED)}
-    assert shown == {COMPUTE: [[1, 11], [16, 31]], OVERLAPPED: [[6, 11]], EXPOSED: [[11, 16]]}
 
 
 def test_short_bars_are_drawn_with_their_neighbours_as_what_takes_most_of_their_time():
@@ -99,10 +89,6 @@ def test_results_without_starts_have_bars_and_no_timeline(tmp_path):
     assert "phases" in [panel.name for panel in panels(read([tmp_path]))]
 
 
-def test_the_timeline_has_a_lane_of_kernels_below_the_phases_or_alone(tmp_path):
-    value = result("ring", 2.0, world_size=2)
-    assert lanes(with_kernels(tmp_path / "alone", value)) == {"rank 0 kernels", "rank 1 kernels"}
-    with_phases(tmp_path / "both", value)
-    assert lanes(with_kernels(tmp_path / "both", value)) == {
-        f"rank {rank}{kind}" for rank in (0, 1) for kind in ("", " kernels", " transfer")
-    }
+def test_the_timeline_has_a_lane_for_each_rank_and_one_for_its_transfers(tmp_path):
+    with_phases(tmp_path, result("ring", 2.0, world_size=2))
+    assert lanes(tmp_path) == {f"rank {rank}{kind}" for rank in (0, 1) for kind in ("", " transfer")}
