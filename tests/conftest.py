@@ -26,12 +26,10 @@ if not torch.cuda.is_available():
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers have all cores already; a second thread of a small operation waits for one
 
-from runner.launch.files import WorldSpec  # noqa: E402
-from runner.launch.outcome import Outcome  # noqa: E402
 from runner.launch.processes import cores  # noqa: E402
 from runner.launch.worlds import Pool  # noqa: E402
 from tests.support.cpu import spent  # noqa: E402
-from tests.support.gpus import shared  # noqa: E402
+from tests.support.gpus import result_of, shared  # noqa: E402
 from tests.support.paths import ROOT  # noqa: E402
 
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -143,13 +141,9 @@ def in_world(pool):
     """Run a job (a function of tests/jobs) in a living world and return its result. On CUDA, all ranks are on one GPU where
     there are fewer GPUs than ranks."""
 
-    def call(job, world_size, device="cpu", timeout_s=120.0, **arguments):
-        share = device == "cuda" and shared(world_size)
-        if share and arguments.get("transport") == "nccl":
+    def call(job, world_size, device="cpu", **arguments):
+        if device == "cuda" and shared(world_size) and arguments.get("transport") == "nccl":
             pytest.skip("NCCL refuses two ranks on one GPU")
-        world = pool.get(WorldSpec(world_size, device, share_gpu=share))
-        outcome: Outcome = world.call(job, arguments, timeout_s)
-        assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
-        return outcome.result
+        return result_of(pool, job, world_size, device, **arguments)
 
     return call

@@ -6,7 +6,6 @@ most 0.19 in fp16; of gain and LSE at most 0.01."""
 
 import pytest
 
-from runner.launch.files import WorldSpec
 from tests.gate import plants
 from tests.support.composing import resolved
 
@@ -14,12 +13,6 @@ from tests.support.composing import resolved
 # keeping dv's sums in bf16 moves its relative L2 error from 0.0040 to 0.0049, where a call on one device has 0.0046.
 INVISIBLE = {"fp32": set(), "bf16": {"sums kept in bf16"}}
 SHORT = ["seq_len=64", "seq_len=96 causal=false head_dim=32", "seq_len=64 softcap=50", "seq_len=64 window=[20,0]"]
-
-
-def called(pool, spec, job, **arguments):
-    outcome = pool.get(spec).call(job, arguments, 240.0)
-    assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
-    return outcome.result
 
 
 def parts_of(checked):
@@ -32,38 +25,39 @@ def parts_of(checked):
     return rows | ({"lse": lse.worst_row / limits["lse"]} if lse.checked else {})
 
 
-def worst_parts(pool, overrides, calls):
+def worst_parts(in_world, overrides, calls):
     """Of the calls that a kernel does on one device."""
     size = "attention=dense batch=1 heads=4 kv_heads=2 head_dim=16 causal=true world_size=1"
     runs = {call: resolved(size, overrides, call, gpus=1).plain() for call in calls}
-    found = called(pool, WorldSpec(1, "cuda" if "hardware=cuda" in overrides else "cpu"), plants.shipped, runs=runs)
+    device = "cuda" if "hardware=cuda" in overrides else "cpu"
+    found = in_world(plants.shipped, 1, device, timeout_s=240.0, runs=runs)
     return {
         f"{name} of {run}": part for run, (_, checked, _) in found.items() for name, part in parts_of(checked).items()
     }
 
 
 @pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.nightly)])
-def test_every_planted_fault_is_found_and_the_code_as_it_is_passes_with_room_to_spare(pool, dtype):
+def test_every_planted_fault_is_found_and_the_code_as_it_is_passes_with_room_to_spare(in_world, dtype):
     runs = {run: resolved(plants.overrides(run, dtype)).plain() for run in plants.RUNS}
-    for run, (reason, checked, timed) in called(pool, WorldSpec(2, "cpu"), plants.shipped, runs=runs).items():
+    for run, (reason, checked, timed) in in_world(plants.shipped, 2, timeout_s=240.0, runs=runs).items():
         assert reason is None and timed.passed, run
         assert max(parts_of(checked).values()) < 0.5, (run, checked)
-    why = called(pool, WorldSpec(2, "cpu"), plants.planted, runs=runs)
+    why = in_world(plants.planted, 2, timeout_s=240.0, runs=runs)
     assert {name for name, reason in why.items() if reason is None} == INVISIBLE[dtype]
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("kernel", ["math", "sdpa_flash"])
-def test_right_results_use_less_than_half_of_the_tolerances(pool, kernel, dtype):
-    parts = worst_parts(pool, f"kernel={kernel} dtype={dtype} hardware=cpu", SHORT)
+def test_right_results_use_less_than_half_of_the_tolerances(in_world, kernel, dtype):
+    parts = worst_parts(in_world, f"kernel={kernel} dtype={dtype} hardware=cpu", SHORT)
     assert max(parts.values()) < 0.5, parts
 
 
 @pytest.mark.parametrize("timing", ["timing=simple", "timing=warmup timing.layers=2"])
-def test_a_run_that_goes_wrong_once_it_is_timed_gives_no_timing(pool, timing):
+def test_a_run_that_goes_wrong_once_it_is_timed_gives_no_timing(in_world, timing):
     more = "timing.timing_runs=2 phases=false baseline=none"
     run = resolved(plants.overrides("zigzag", "fp32"), more, timing).plain()
-    result, tables = called(pool, WorldSpec(2, "cpu"), plants.timed, run=run, name="wrong once the check is over")
+    result, tables = in_world(plants.timed, 2, run=run, name="wrong once the check is over")
     assert result.status == "incorrect" and not result.correctness.passed
     assert "the last timed iteration: out" in result.reason
     assert {result.timing, result.metrics, result.memory} == {None} and not tables.samples

@@ -34,7 +34,7 @@ def case(pattern: Pattern, head_dim: int = 64, heads=(8, 2), dtype: torch.dtype 
     """(q, k, v, dout, call) of a batch of two. The pattern is a new one: nothing is kept with it."""
     pattern = Pattern(pattern.n_q, pattern.n_k, pattern.rectangles)
     call = Call(head_dim**-0.5, pattern=pattern)
-    return inputs(lambda: call, (pattern.n_q, pattern.n_k), *heads, head_dim, dtype, "cuda")
+    return inputs(call, (pattern.n_q, pattern.n_k), *heads, head_dim, dtype, "cuda")
 
 
 def some(name: str, pattern: str) -> None:

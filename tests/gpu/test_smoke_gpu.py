@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.gpu_smoke, need_one]
 
 @pytest.mark.parametrize("name", [name for name in KERNELS if name != "decode"])
 def test_a_kernel_matches_plain_attention_forward_and_backward(name):
-    q, k, v, dout, call = inputs(lambda: Call(0.125, CAUSAL), (512, 512), 8, 2, 64, torch.bfloat16, "cuda")
+    q, k, v, dout, call = inputs(Call(0.125, CAUSAL), (512, 512), 8, 2, 64, torch.bfloat16, "cuda")
     if reason := refusal(KERNELS[name], Shape.of(q, k, k, backward=True), CAUSAL):
         pytest.skip(f"{name}: {reason}")
     assert_matches(KERNELS[name], q, k, v, dout, call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pickle import dumps
 from typing import Any
@@ -12,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import attention
-from attention.masks.band import Band
+from attention.masks.band import CAUSAL
 from attention.variants.registry import VARIANTS
 from runner.launch.rank import Rank
-from tests.jobs.reference import exact, rel
+from tests.jobs.reference import drawn, exact, refusal, rel
 from tests.support.cases import Case, compute, wrong
 
 
@@ -45,10 +44,9 @@ def two_groups(me: Rank, transport: str) -> float:
     for i in range(6):
         outs = []
         for fn in fns:
-            generator = torch.Generator().manual_seed(i)
-            q, k, v = (torch.randn(1, 16 * fn.world, 4, 16, generator=generator).to(me.device) for _ in range(3))
-            outs.append((fn, fn(*(fn.shard(x) for x in (q, k, v)), causal=True)))
-            expected, _ = exact(q, k, v, Band.of(True))
+            qkv = drawn(me, *[(1, 16 * fn.world, 4, 16)] * 3, seed=i)
+            outs.append((fn, fn(*map(fn.shard, qkv), causal=True)))
+            expected = exact(*qkv, CAUSAL)
         errors += [rel(fn.unshard(out), expected) for fn, out in outs]
     return max(me.gather(max(errors)))
 
@@ -58,10 +56,7 @@ def outside(me: Rank, kinds: list[str]) -> list[str]:
     messages = []
     for name, group in product(kinds, (dist.new_group([0]), dist.DeviceMesh("cpu", [0]))):
         given = {"tokens": 8, "heads": 2, "head_dim": 16} if name == "auto" else {}
-        try:
-            attention.make(name, group=group, **given)
-        except ValueError as error:
-            messages.append(str(error))
+        messages.append(refusal(lambda how=given | {"group": group}, name=name: attention.make(name, **how)))
     return me.gather(messages)[1]
 
 
@@ -70,11 +65,7 @@ def made_alone(me: Rank) -> list[str]:
     fn = attention.make("ring")
     fn.alone = True
     x = torch.zeros(1, 8, 2, 8)
-    try:
-        fn(x, x, x)
-    except ValueError as error:
-        return me.gather(str(error))
-    return me.gather("")
+    return me.gather(refusal(lambda: fn(x, x, x)))
 
 
 def pickled(me: Rank, name: str) -> list[tuple[str, Any]]:
@@ -88,7 +79,7 @@ def unsharded(me: Rank, names: list[str]) -> list[dict[str, str]]:
     found = []
     for name in names:
         fn = attention.make(name, check=True)
-        q, k, v = (torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+        q, k, v = drawn(me, *[(1, 16, 2, 8)] * 3)
         sharded = [fn.shard(x, role=role) for x, role in ((q, "q"), (k, "kv"), (v, "kv"))]
         inputs = {
             "shards": sharded,
@@ -96,7 +87,7 @@ def unsharded(me: Rank, names: list[str]) -> list[dict[str, str]]:
             "unsharded": [sharded[0], k[:, :8], v[:, :8]],
             "unsharded v": [*sharded[:2], v[:, :8]],
         }
-        messages = {kind: _refusal(lambda given=given: fn(*given, causal=True)) for kind, given in inputs.items()}  # noqa: B023
+        messages = {kind: refusal(lambda given=given: fn(*given, causal=True)) for kind, given in inputs.items()}  # noqa: B023
         assert len({str(x) for x in me.gather(messages)}) == 1
         found.append(messages)
     return found
@@ -115,7 +106,7 @@ def distributed_tensors(me: Rank, name: str) -> list[list[str]]:
         lambda: fn.shard(whole),
         lambda: fn.unshard(whole),
     )
-    return me.gather([_refusal(call) for call in calls])
+    return me.gather([refusal(call) for call in calls])
 
 
 def meshes(me: Rank) -> list[tuple[bool, list[str]]]:
@@ -124,12 +115,4 @@ def meshes(me: Rank) -> list[tuple[bool, list[str]]]:
     fn = attention.make("ring", group=init_device_mesh("cpu", (me.world,)))
     same = fn.group is not None and dist.get_process_group_ranks(fn.group) == list(range(me.world))
     wrong = (init_device_mesh("cpu", (1, me.world), mesh_dim_names=("dp", "cp")), [0, 1])
-    return me.gather((same, [_refusal(lambda group=group: attention.make("ring", group=group)) for group in wrong]))
-
-
-def _refusal(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return me.gather((same, [refusal(lambda group=group: attention.make("ring", group=group)) for group in wrong]))

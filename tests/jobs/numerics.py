@@ -9,7 +9,7 @@ import torch
 import attention
 from attention.masks.band import Band
 from runner.launch.rank import Rank
-from tests.jobs.reference import exact
+from tests.jobs.reference import drawn, exact
 
 
 def round_trip(me: Rank, names: list[str], tokens: int) -> list[bool]:
@@ -29,13 +29,8 @@ def round_trip(me: Rank, names: list[str], tokens: int) -> list[bool]:
 def bitwise(me: Rank, name: str, kernel: str, transport: str) -> bool:
     """Whether out and gradients have the same bits in five calls with deterministic=True."""
     fn = attention.make(name, kernel=kernel, transport=transport, deterministic=True)
-    generator = torch.Generator().manual_seed(0)
-    dtype = torch.bfloat16 if me.device.type == "cuda" else torch.float32
-    shapes = ((8, 64), (2, 64), (2, 64))
-    q, k, v = (
-        fn.shard(torch.randn(1, 512 * me.world, *s, generator=generator).to(me.device, dtype)).requires_grad_()
-        for s in shapes
-    )
+    whole = drawn(me, *((1, 512 * me.world, heads, 64) for heads in (8, 2, 2)), dtype=torch.bfloat16)
+    q, k, v = (fn.shard(x).requires_grad_() for x in whole)
     first: list[torch.Tensor] = []
     same = True
     for _ in range(5):
@@ -51,11 +46,10 @@ def growing(
 ) -> dict[str, Any]:
     """A decode whose keys grow one by one and shrink again: the largest error of out, and how many plans are kept."""
     fn = attention.make(name, transport=transport, **options)
-    generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, n, h, 32, generator=generator).to(me.device) for n, h in ((2, 4), (most, 2), (most, 2)))
+    q, k, v = drawn(me, (2, 2, 4, 32), *[(2, most, 2, 32)] * 2)
     errors = []
     for n in (*range(1, most + 1), *range(most, 0, -1)):
         local = [q, *(fn.shard(x[:, :n], role="kv") for x in (k, v))]
         out = fn(*local, kv_tokens=n, window=window)
-        errors.append(float((out - exact(q, k[:, :n], v[:, :n], Band.of(window=tuple(window)))[0]).abs().max()))
+        errors.append(float((out - exact(q, k[:, :n], v[:, :n], Band.of(window=tuple(window)))).abs().max()))
     return {"error": max(me.gather(max(errors))), "kept": len(fn.plans)}

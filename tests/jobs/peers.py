@@ -10,6 +10,7 @@ import torch
 
 from runner.launch.rank import Rank
 from runner.peers import function
+from tests.jobs.reference import drawn
 from tests.support.cases import Case, whole, wrong
 
 
@@ -41,7 +42,7 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
 
         return call
 
-    x = torch.randn(1, 8 * me.world, 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    (x,) = drawn(me, (1, 8 * me.world, 4, 16), dtype=torch.bfloat16)
     found, outs = [], []
     for kernel in ("sdpa_flash", "math"):
         fn = function.make(name, kernel=kernel)

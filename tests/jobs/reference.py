@@ -1,15 +1,24 @@
-"""What jobs compare with."""
+"""What jobs share: equal inputs on every rank, what results are compared with, and refusals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attention.masks.band import Band
+from runner.launch.rank import Rank
 from tests.support.naive import attention as plain
 from tests.support.naive import kept
+
+
+def drawn(me: Rank, *shapes: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Random tensors, the same on every rank."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(me.device, dtype) for shape in shapes]
 
 
 def rel(x: Tensor, reference: Tensor) -> float:
@@ -18,12 +27,25 @@ def rel(x: Tensor, reference: Tensor) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, mask: Band, dout: Tensor | None = None) -> list[Tensor]:
-    """[out, lse] of dense `[B, S, H, D]` tensors in fp64, and with dout the gradients of q, k, v."""
-    leaves = [x.detach().double().requires_grad_(dout is not None) for x in (q, k, v)]
-    out, lse = plain(*leaves, q.shape[-1] ** -0.5, kept(mask, q.shape[1], k.shape[1], q.device))
-    gradients = () if dout is None else torch.autograd.grad(out, leaves, dout.double())
-    return [out.detach(), lse.detach(), *gradients]
+def exact(q: Tensor, k: Tensor, v: Tensor, mask: Band) -> Tensor:
+    """out of dense `[B, S, H, D]` tensors in fp64."""
+    keep = kept(mask, q.shape[1], k.shape[1], q.device)
+    return plain(q.detach().double(), k.detach().double(), v.detach().double(), q.shape[-1] ** -0.5, keep)[0]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    """The message with which a call is refused; empty where it is not."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+def give_kernel(fn: Any, kernel: Any) -> None:
+    """Put a kernel into all plans of a function."""
+    for plan in fn.plans.values():
+        object.__setattr__(plan, "kernel", kernel)
 
 
 def spoil(device: torch.device) -> None:

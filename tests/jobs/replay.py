@@ -9,7 +9,7 @@ import torch
 import attention
 from attention.masks.band import CAUSAL, FULL
 from runner.launch.rank import Rank
-from tests.jobs.reference import exact, rel
+from tests.jobs.reference import drawn, exact, give_kernel, rel
 
 
 def after_a_broken_capture(me: Rank, name: str) -> float:
@@ -18,10 +18,9 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
     launched, captured = (
         attention.make(name, kernel="flash2", transport="symm", replay=way) for way in ("none", "graphs")
     )
-    generator = torch.Generator().manual_seed(0)
-    whole = [torch.randn(1, 512 * me.world, h, 64, generator=generator) for h in (8, 4, 4, 8)]
-    q, k, v, dout = (launched.shard(x.to(me.device, torch.bfloat16)) for x in whole)
-    inputs = [x.requires_grad_() for x in (q, k, v)]
+    whole = drawn(me, *((1, 512 * me.world, heads, 64) for heads in (8, 4, 4, 8)), dtype=torch.bfloat16)
+    *inputs, dout = map(launched.shard, whole)
+    inputs = [x.requires_grad_() for x in inputs]
 
     def passes(fn: attention.ContextParallel) -> list[torch.Tensor]:
         out = fn(*inputs, causal=True)
@@ -31,31 +30,15 @@ def after_a_broken_capture(me: Rank, name: str) -> float:
     kernel = launched.plan(*inputs, causal=True).kernel
 
     class Breaking:
-        align = 1
-
-        name = kernel.name
-
-        def forward(self, *args: Any, **options: Any) -> Any:
-            return kernel.forward(*args, **options)
-
-        def backward(self, *args: Any, **options: Any) -> Any:
-            if torch.cuda.is_current_stream_capturing():
+        def __getattr__(self, name: str) -> Any:
+            if name in ("backward", "gradients") and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("half-way in a capture")
-            return kernel.backward(*args, **options)
-
-        def attend(self, *args: Any) -> Any:
-            return kernel.attend(*args)
-
-        def gradients(self, *args: Any) -> Any:
-            if torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("half-way in a capture")
-            return kernel.gradients(*args)
+            return getattr(kernel, name)
 
     differences = []
     for _ in range(2):
         found = passes(captured)
-        for plan in captured.plans.values():
-            object.__setattr__(plan, "kernel", Breaking())
+        give_kernel(captured, Breaking())
         try:
             found = passes(captured)  # is right as it is run, and then captured
         except attention.UnsupportedCall as error:
@@ -77,13 +60,12 @@ def captured_graph(me: Rank, name: str, transport: str) -> float:
     either."""
     decode = name == "tree"
     fn = attention.make(name, transport=transport, kernel="auto" if decode else "flash2")
-    generator = torch.Generator().manual_seed(0)
     lengths = (3 if decode else 512 * me.world, 512 * me.world, 512 * me.world)
-    q, k, v = (torch.randn(1, n, 4, 64, generator=generator).to(me.device, torch.bfloat16) for n in lengths)
+    q, k, v = drawn(me, *((1, n, 4, 64) for n in lengths), dtype=torch.bfloat16)
     local = [fn.shard(x, role=role) for x, role in zip((q, k, v), ("q", "kv", "kv"), strict=True)]
     wanteds = []
     for sign in (1, -1):  # of the queries that each other call and replay has
-        wanted, _ = exact(sign * q, k, v, FULL if decode else CAUSAL)
+        wanted = exact(sign * q, k, v, FULL if decode else CAUSAL)
         wanteds.append(wanted if decode else fn.shard(wanted))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -119,10 +101,8 @@ def graph_replay(me: Rank, name: str, kernel: str) -> dict[str, Any]:
     plain, replayed = (attention.make(name, transport="symm", kernel=kernel, replay=way) for way in ("none", "graphs"))
     differences = []
     for i in range(24):
-        generator = torch.Generator().manual_seed(i)
         n = (256 if i % 5 == 4 else 512) * me.world
-        layers = [torch.randn(1, n, 8, 64, generator=generator).to(me.device, torch.bfloat16) for _ in range(2)]
-        layers = [plain.shard(x) for x in layers]
+        layers = [plain.shard(x) for x in drawn(me, *[(1, n, 8, 64)] * 2, seed=i, dtype=torch.bfloat16)]
         results = []
         for fn in (plain, replayed):
             leaves = [x.clone().requires_grad_() for x in layers]

@@ -18,14 +18,18 @@ import attention
 from attention.kernels import KERNELS, Call, Kernel
 from attention.masks.band import CAUSAL, FULL
 from runner.launch.rank import Rank
-from tests.jobs.reference import exact, rel, spoil
+from tests.jobs.reference import drawn, exact, give_kernel, refusal, rel, spoil
 from tests.support.cases import Case, compute, wrong
 
 
 def _whole(me: Rank, tokens: int = 16, head_dim: int = 16, seed: int = 0, batch: int = 1) -> list[torch.Tensor]:
     """q, k and v of so many tokens a rank, the same on every rank."""
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(batch, tokens * me.world, 4, head_dim, generator=generator).to(me.device) for _ in range(3)]
+    return drawn(me, *[(batch, tokens * me.world, 4, head_dim)] * 3, seed=seed)
+
+
+def _out(fn: Any, qkv: Any, **how: Any) -> torch.Tensor:
+    """The global out of a call of global tensors."""
+    return fn.unshard(fn(*map(fn.shard, qkv), **how))
 
 
 def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "auto") -> dict[str, Any]:
@@ -40,10 +44,10 @@ def many_calls(me: Rank, name: str, calls: int, transport: str, kernel: str = "a
         if i % 100 == 0:
             fn = attention.make(name, kernel=kernel, transport=transport)
         q, k, v = (x.to(dtype).requires_grad_() for x in _whole(me, 8 * (1 + i % 5), head_dim, i, 1 + i % 2))
-        out = fn.unshard(fn(*(fn.shard(x) for x in (q, k, v)), causal=True))
+        out = _out(fn, (q, k, v), causal=True)
         gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
         if i % 50 == 0 or i % 37 == 36:  # of every shape
-            reference = exact(q, k, v, CAUSAL)[0]
+            reference = exact(q, k, v, CAUSAL)
             errors += [rel(out, reference), 0.0 if gradients[0].isfinite().all() else 1.0]
         if i in (max(10, calls // 10) - 1, calls - 1):  # ten calls have every shape
             held.append(held_bytes())
@@ -73,22 +77,17 @@ def after_an_exception(me: Rank, name: str, transport: str, before: str | None =
 
     for _ in range(3):
         whole = fn(*local, causal=True)
-        for plan in fn.plans.values():
-            object.__setattr__(plan, "kernel", Failing())
+        give_kernel(fn, Failing())
         for fails in (lambda: fn(*local, causal=True), whole.sum().backward):
-            try:
-                fails()
-            except RuntimeError as error:
-                assert "half-way" in str(error)
-        for plan in fn.plans.values():
-            object.__setattr__(plan, "kernel", kernel)
-    reference = exact(q, k, v, CAUSAL)[0]
+            assert "half-way" in refusal(fails)
+        give_kernel(fn, kernel)
+    reference = exact(q, k, v, CAUSAL)
     errors = []
     if before is not None:
         other = attention.make(before, transport=transport)
         filling = other.transport(me.device).pool.filling
         assert filling
-        errors.append(rel(other.unshard(other(*(other.shard(x) for x in (q, k, v)), causal=True)), reference))
+        errors.append(rel(_out(other, (q, k, v), causal=True), reference))
         assert not filling
     errors.append(rel(fn.unshard(fn(*local, causal=True)), reference))
     return max(me.gather(max(errors)))
@@ -189,8 +188,7 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
 
     def mistaken() -> None:
         if doing == "raises":
-            for plan in fn.plans.values():
-                object.__setattr__(plan, "kernel", Kernel())
+            give_kernel(fn, Kernel())
             with suppress(NotImplementedError):
                 call()
         elif doing == "calls_another":
@@ -198,12 +196,8 @@ def left_waiting(me: Rank, doing: str, which: str, limit_s: float) -> list[dict[
 
     def until_told(run: Callable[[], None], times: int = 3) -> tuple[str, float]:
         start = time.perf_counter()
-        try:
-            for _ in range(times):  # the first may still find all that it needs
-                run()
-        except RuntimeError as error:
-            return str(error), time.perf_counter() - start
-        return "", time.perf_counter() - start
+        told = refusal(lambda: [run() for _ in range(times)])  # the first may still find all that it needs
+        return told, time.perf_counter() - start
 
     prepare()
     call()
@@ -221,11 +215,7 @@ def growing_apart(me: Rank) -> list[str]:
     group = dist.new_group(list(range(me.world)))
     fn = attention.make("ring", group=group, transport="symm", agreement=False)
     x = torch.randn(1, 8 if me.rank else 4096, 4, 16, device=me.device)
-    try:
-        fn(x, x, x)
-    except RuntimeError as error:
-        return me.gather(str(error))
-    return me.gather("")
+    return me.gather(refusal(lambda: fn(x, x, x)))
 
 
 def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
@@ -238,7 +228,7 @@ def without_shared_memory(me: Rank, failing: int) -> dict[str, Any]:
     fns = [attention.make("zigzag", group=group, transport="symm", agreement=False) for group in groups]
     q, k, v = _whole(me)
     local = [fns[0].shard(x) for x in (q, k, v)]
-    reference = exact(q, k, v, CAUSAL)[0]
+    reference = exact(q, k, v, CAUSAL)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if me.rank == failing:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
@@ -277,17 +267,12 @@ def outgrown(me: Rank, failing: int) -> dict[str, Any]:
     fn(*(fn.shard(x) for x in small))
     local = [fn.shard(x) for x in large]
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    message = "nothing"
     if me.rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    try:
-        fn(*local)
-    except RuntimeError as error:
-        message = str(error)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    message = refusal(lambda: fn(*local))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out = fn.unshard(fn(*local))
-    reference = exact(*large, FULL)[0]
+    reference = exact(*large, FULL)
     me.barrier()
     return {
         "messages": me.gather(message),

@@ -20,10 +20,9 @@ from torch import Tensor
 
 import attention
 from attention.variants.registry import MIXTURES, VARIANTS
-from runner.launch.files import WorldSpec
 from tests.support import dilated
 from tests.support import masks as masked
-from tests.support.gpus import shared
+from tests.support.gpus import result_of
 from tests.support.mask_definitions import band
 from tests.support.naive import attention as plain
 from tests.support.strides import STRIDES
@@ -227,11 +226,7 @@ def assert_right(pool: Pool, cases: list[Case], device: str = "cpu") -> None:
 
 def judged(pool: Pool, cases: list[Case], device: str = "cpu", timeout_s: float = 200.0) -> list[str]:
     """What `judge` says of each case of one world, which lives."""
-    world = cases[0].world
-    spec = WorldSpec(world, device, share_gpu=device == "cuda" and shared(world))
-    outcome = pool.get(spec).call(judge, {"cases": list(map(asdict, cases))}, timeout_s)
-    assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
-    return outcome.result
+    return result_of(pool, judge, cases[0].world, device, timeout_s, cases=[*map(asdict, cases)])
 
 
 def judge(me: Rank, cases: list[dict[str, Any]]) -> list[str]:

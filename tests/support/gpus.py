@@ -1,10 +1,14 @@
 """The worlds that tests can have on this machine's GPUs: one GPU for each rank, or, for few ranks, one GPU for all of
-them (`launch.share_gpu`), where they exchange over symmetric memory only."""
+them (`launch.share_gpu`), where they exchange over symmetric memory only. And a job in a living world."""
+
+from typing import Any
 
 import pytest
 import torch
 
 from runner.environment import gpu_count
+from runner.launch.files import WorldSpec
+from runner.launch.worlds import Pool
 
 MOST_SHARING = 4
 GPUS = gpu_count() if torch.cuda.is_available() else 0
@@ -19,6 +23,14 @@ def shared(world: int) -> bool:
 def worlds(*sizes: int) -> list:
     """Parameters for these world sizes; those that this machine cannot have are skipped."""
     return [pytest.param(n, marks=pytest.mark.skipif(not _possible(n), reason=_lack(n))) for n in sizes]
+
+
+def result_of(pool: Pool, job: Any, world: int, device: str = "cpu", timeout_s: float = 120.0, **arguments: Any) -> Any:
+    """What rank 0 returns of a job, which must end well."""
+    spec = WorldSpec(world, device, share_gpu=device == "cuda" and shared(world))
+    outcome = pool.get(spec).call(job, arguments, timeout_s)
+    assert outcome.status == "ok", f"{outcome.reason}\n" + "\n".join(outcome.log_tail)
+    return outcome.result
 
 
 def own_gpus(world: int):

@@ -80,7 +80,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int, device: str = "cpu") -> T
 
 
 def inputs(
-    call_of,
+    call: Call,
     sizes,
     heads: int,
     kv_heads: int,
@@ -89,17 +89,15 @@ def inputs(
     device: str = "cpu",
     v_head_dim: int | None = None,
 ):
-    """(q, k, v, dout, call). sizes are (Sq, Sk) of a batch of two, or two lists of the lengths of a packed batch."""
+    """(q, k, v, dout, call). sizes are (Sq, Sk) of a batch of two, or two lists of the lengths of a packed batch, for which the
+    call is made anew."""
+    leading, dv = (2,), v_head_dim or head_dim
+    if not isinstance(sizes[0], int):
+        leading, call = (), call.of_packed(call.mask, *sizes, torch.device(device))
+        sizes = map(sum, sizes)
     n_q, n_k = sizes
-    if isinstance(n_q, int):
-        leading, call = (2,), call_of()
-    else:
-        leading, call = (), call_of(n_q, n_k)
-        n_q, n_k = sum(n_q), sum(n_k)
-    dv = v_head_dim or head_dim
     last = (n_q, heads, head_dim), (n_k, kv_heads, head_dim), (n_k, kv_heads, dv), (n_q, heads, dv)
-    shapes = [(*leading, *each) for each in last]
-    return *(normal(*shape, dtype=dtype, seed=i, device=device) for i, shape in enumerate(shapes)), call
+    return *(normal(*leading, *x, dtype=dtype, seed=i, device=device) for i, x in enumerate(last)), call
 
 
 def assert_lse(lse: Tensor, expected: Tensor, tolerance: float) -> None:

@@ -4,8 +4,8 @@ one."""
 import pytest
 import torch
 
-from runner.launch.files import WorldSpec
 from runner.measure import energy
+from tests.jobs import program
 from tests.support.composing import resolved
 from tests.worlds.test_job import SHORT, SIZES
 
@@ -40,12 +40,9 @@ def test_the_energy_of_a_call_is_that_of_all_gpus_and_a_counter_that_could_not_b
     assert lacking.joules is None and lacking.unavailable == "the counter of rank 1's GPU changed too seldom in 2.0 s"
 
 
-def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
+def test_a_window_of_iterations_is_measured_on_all_ranks(in_world):
     plain = resolved(*SIZES, *SHORT, "world_size=2").plain()
-    arguments = {"experiment": plain, "watts": [200.0, 100.0], "period_s": 0.05}
-    outcome = pool.get(WorldSpec(2, "cpu")).call("tests.jobs.program:energy_by_a_counter", arguments)
-    assert outcome.status == "ok", outcome.reason
-    found = outcome.result
+    found = in_world(program.energy_by_a_counter, 2, experiment=plain, watts=[200.0, 100.0], period_s=0.05)
     assert found.watts_by_rank == pytest.approx([200.0, 100.0], rel=0.01)
     assert found.seconds >= energy.LEAD_S + energy.WINDOW_S and found.calls % 2 == 0
     assert found.joules == pytest.approx(300 * found.seconds / found.calls, rel=0.01)
@@ -54,11 +51,9 @@ def test_a_window_of_iterations_is_measured_on_all_ranks(pool):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_a_gpus_energy_is_its_power_over_the_window(pool):
+def test_a_gpus_energy_is_its_power_over_the_window(in_world):
     spec = resolved("kernel=sdpa_flash", "world_size=1", gpus=1)
-    outcome = pool.get(WorldSpec(1, "cuda")).call("tests.jobs.program:energy_and_power", {"experiment": spec.plain()})
-    assert outcome.status == "ok", outcome.reason
-    found, sampled_w = outcome.result
+    found, sampled_w = in_world(program.energy_and_power, 1, "cuda", experiment=spec.plain())
     (watts,) = found.watts_by_rank
     assert 50 < watts < 1500 and watts == pytest.approx(sampled_w, rel=0.15)
     assert found.joules == pytest.approx(watts * found.seconds / found.calls)

@@ -6,7 +6,6 @@ from attention.geometry.counts import Shapes
 from attention.masks.band import CAUSAL
 from attention.variants.registry import MIXTURES, VARIANTS, everything
 from runner.costs import dry_run, step_peak
-from runner.launch.files import WorldSpec
 from tests.jobs import memory
 
 TOKENS, HEADS, HEAD_DIM = 1024, (16, 4), 16
@@ -28,17 +27,16 @@ ALONE = [("grouped", {"n_groups": 4}), ("grouped", {"n_groups": 4, "grouping": "
 
 
 @pytest.mark.parametrize("world, packs", [(1, 1), (2, 1), (2, 16)])
-def test_the_peak_of_a_dry_run_is_what_a_world_holds(pool, world, packs):
+def test_the_peak_of_a_dry_run_is_what_a_world_holds(in_world, world, packs):
     cases = [case for case in PLAIN + WITH_OPTIONS if packs > 1 or case not in FOR_PACKS]
     cases += DILATED * (packs == 1) + ALONE * (world == 1)
     cu_seqlens = tuple(range(0, TOKENS + 1, TOKENS // packs))
     arguments = {"cases": cases, "tokens": TOKENS, "heads": HEADS, "head_dim": HEAD_DIM}
     if packs > 1:
         arguments["packs"] = cu_seqlens
-    outcome = pool.get(WorldSpec(world, "cpu")).call(memory.held, arguments, 120.0)
-    assert outcome.status == "ok", "\n".join(outcome.log_tail)
+    held = in_world(memory.held, world, **arguments)
     shapes = Shapes(1, *HEADS, HEAD_DIM, 2)
-    for (name, options), by_rank in zip(cases, outcome.result, strict=True):
+    for (name, options), by_rank in zip(cases, held, strict=True):
         variant = everything()[name]
         problem = variant.problem(cu_seqlens, world, CAUSAL, options)
         for rank, real in enumerate(by_rank):

@@ -3,7 +3,6 @@
 import pytest
 
 from runner.config.values import InvalidConfig
-from runner.launch.files import WorldSpec
 from runner.measure import metrics
 from tests.jobs import dilated as jobs
 from tests.support.composing import resolved
@@ -15,11 +14,9 @@ RUN = (
 
 
 @pytest.mark.parametrize("mixing", ["head_groups", "longnet"])
-def test_a_run_is_checked_and_finds_what_is_wrong(pool, mixing):
+def test_a_run_is_checked_and_finds_what_is_wrong(in_world, mixing):
     run = resolved(*RUN, f"attention.mixing={mixing}").plain()
-    outcome = pool.get(WorldSpec(1, "cpu")).call(jobs.checked_module, {"experiment": run}, 120.0)
-    assert outcome.status == "ok", outcome.reason
-    right, timed, wrong = outcome.result
+    right, timed, wrong = in_world(jobs.checked_module, 1, experiment=run)
     assert right is None and timed is None and wrong
 
 

@@ -1,6 +1,5 @@
 """The phases of a run in which one rank is late."""
 
-from runner.launch.files import WorldSpec
 from runner.record.fields import Clocks
 from tests.jobs import own_block
 from tests.support.composing import resolved
@@ -8,13 +7,10 @@ from tests.support.composing import resolved
 LATE_S = 0.3  # rank 1's kernel calls, by far more than a busy machine delays rank 0
 
 
-def test_a_rank_is_seen_waiting_for_a_late_one_on_the_shared_clock_and_a_users_block_is_in_the_tables(pool):
+def test_a_rank_is_seen_waiting_for_a_late_one_on_the_shared_clock_and_a_users_block_is_in_the_tables(in_world):
     sizes = ["attention=ulysses", "kernel=math", "hardware=cpu", "dtype=fp32", "seq_len=256", "heads=2", "head_dim=64"]
     spec = resolved(*sizes, "world_size=2", "baseline=none", "timing.timing_runs=1", "timing.warmup_ms=0")
-    arguments = {"experiment": spec.plain(), "name": "mine", "late_s": LATE_S}
-    outcome = pool.get(WorldSpec(2, "cpu")).call(own_block.run, arguments)
-    assert outcome.status == "ok", outcome.reason
-    result, tables = outcome.result
+    result, tables = in_world(own_block.run, 2, experiment=spec.plain(), name="mine", late_s=LATE_S)
     phases, rows = result.phases["forward"].phases, tables.phases
     assert 0 < phases["mine"].ms <= phases["comp_block"].ms
     assert result.comm.clocks == Clocks(count=1, error_ms=0.0)

@@ -52,11 +52,7 @@ def test_the_forward_of_flex_attention_matches_plain_attention(call, sizes, v_he
     module = pytest.importorskip("torch.nn.attention.flex_attention")
     monkeypatch.setattr(module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     call = replace(call, softcap=softcap)
-
-    def call_of(*lengths) -> Call:
-        return call.of_packed(call.mask, *lengths, torch.device("cpu")) if lengths else call
-
-    q, k, v, dout, call = inputs(call_of, sizes, 4, 2, 32, torch.float32, v_head_dim=v_head_dim)
+    q, k, v, dout, call = inputs(call, sizes, 4, 2, 32, torch.float32, v_head_dim=v_head_dim)
     out, lse = KERNELS["flex"].forward(q, k, v, call)
     expected, expected_lse, *_ = reference(q, k, v, dout, call)
     assert out.shape == dout.shape and relative(out, expected) < 1e-6

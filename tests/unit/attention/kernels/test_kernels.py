@@ -42,12 +42,8 @@ def without_tf32():
 
 def case(mask, sizes, dtype=DTYPE, head_dim=64, kv_heads=2, v_head_dim=None, softcap=None, scale=None, pattern=None):
     """(q, k, v, dout, call) of 4 heads."""
-    made = Call(scale or head_dim**-0.5, mask, softcap=softcap, pattern=pattern)
-
-    def call_of(*lengths) -> Call:
-        return made.of_packed(mask, *lengths, torch.device(DEVICE)) if lengths else made
-
-    return inputs(call_of, sizes, 4, kv_heads, head_dim, dtype, DEVICE, v_head_dim)
+    call = Call(scale or head_dim**-0.5, mask, softcap=softcap, pattern=pattern)
+    return inputs(call, sizes, 4, kv_heads, head_dim, dtype, DEVICE, v_head_dim)
 
 
 def able(name: str, q, k, v, dout, call: Call) -> Kernel:

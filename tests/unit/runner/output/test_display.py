@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from runner.launch.files import WorldSpec
 from runner.output import columns, display, summary, terminal
 from runner.record.result import Result
 from tests.jobs.program import begun
@@ -95,13 +94,11 @@ def test_a_table_fits_its_width_in_whole_words_with_all_rates_and_no_blanks_at_t
     assert not any("too narrow" in line for line in printed(display.sweep_table, rows))
 
 
-def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(pool, printed):
+def test_a_run_whose_ranks_share_a_gpu_is_checked_and_says_why_it_is_not_timed(in_world, printed):
     """On a CPU, where ranks always share what there is."""
     spec = resolved("config=tiny hardware=cpu world_size=2 seq_len=64")
     plain = replace(spec, launch=replace(spec.launch, share_gpu=True)).plain()
-    outcome = pool.get(WorldSpec(2, "cpu")).call("runner.job:run", {"result": begun(plain)})
-    assert outcome.status == "ok", outcome.reason
-    result, _ = outcome.result
+    result, _ = in_world("runner.job:run", 2, result=begun(plain))
     assert (result.status, result.correctness.passed, result.timing, result.metrics) == ("ok", True, None, None)
     assert result.reason == "not timed: launch.share_gpu=true has all ranks on one GPU"
     assert f"- `run`: ok: {result.reason}" in summary.markdown([columns.row(result)])
