@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature, unwrap
+from inspect import getsource, signature, unwrap
 from typing import Any
 
 import torch
@@ -218,8 +218,8 @@ def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor
 def loss_of(model: Any) -> str:
     """The name of the model's loss. Many encoders do not take that of their kind."""
     name = getattr(model.loss_function.args[0], "__name__", "of its own")
-    calls = unwrap(type(model).forward).__code__.co_names
-    return "of its own" if name == "ForMaskedLMLoss" and "loss_function" not in calls else name
+    source = getsource(unwrap(type(model).forward))
+    return "of its own" if name == "ForMaskedLMLoss" and "loss_function" not in source else name
 
 
 def _autocast(x: Tensor) -> Tensor:

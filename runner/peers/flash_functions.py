@@ -38,6 +38,11 @@ def served(kernel: Kernel, function: Callable[..., Tensor], *arguments: Any, **o
     return out
 
 
+def serving() -> Kernel:
+    """The kernel of the call that runs."""
+    return _serving[0]
+
+
 @lru_cache(maxsize=128)
 def lengths(cu_seqlens: Tensor) -> tuple[int, ...]:
     """The sequence lengths of cumulative ones; read from the device once per tensor."""

@@ -84,7 +84,7 @@ class RfaLlama3Options(Options):
 
 
 @dataclass(frozen=True)
-class YunchangOptions(Options):
+class SharedHeadsOptions(Options):
     ulysses_size: int | None = None
 
     def check(self, heads: int, kv_heads: int, world: int) -> None:
@@ -92,7 +92,7 @@ class YunchangOptions(Options):
         if heads % ranks or kv_heads % ranks:
             fits = [n for n in divisors(world) if heads % n == kv_heads % n == 0]
             raise ValueError(
-                f"heads={heads}, kv_heads={kv_heads}: usp_yunchang divides them among {ranks} ranks; ulysses_size may be {fits}"
+                f"heads={heads}, kv_heads={kv_heads}: are divided among {ranks} ranks; ulysses_size may be {fits}"
             )
 
     def sharing(self, world: int) -> int:
@@ -104,7 +104,8 @@ _OF_ONE: dict[str, dict[str, Any]] = {  # what packages.yaml cannot say
     "rfa_ring": {"layout": CONTIGUOUS},
     "rfa_stripe": {"layout": stripe.STRIPE},
     "rfa_llama3": {"layout": PACKED, "schedule": GATHER, "options": RfaLlama3Options},
-    "usp_yunchang": {"options": YunchangOptions},
+    "usp_yunchang": {"options": SharedHeadsOptions},
+    "rm_usp": {"options": SharedHeadsOptions, "layout": CONTIGUOUS},
     "transformer_engine": {"options": TransformerEngineOptions, "kernels": SDPA},
 }
 PEERS: dict[str, Package[Any]] = {
