@@ -19,7 +19,7 @@ from attention import masks
 from attention.api import ContextParallel
 from attention.call import Lengths, check_cu_seqlens
 from attention.gpu.private import constant_in_graphs
-from attention.huggingface.masks import LayerMask
+from attention.huggingface.masks import Blocks, LayerMask
 from attention.masks.band import Band
 from attention.masks.mask import Mask
 from attention.profiling import phase
@@ -35,26 +35,47 @@ def shifted(ids: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Split:
     """A global batch of `shape` (B, S) on the ranks of the function `fn`. cu_seqlens: of its documents, over all rows, which are
-    then one packed batch; None: each row is a sequence. padding: the tokens that make it divide."""
+    then one packed batch; None: each row is a sequence. padding: the tokens that make it divide. blocks: of tokens that see each
+    other, such as an image's, from start to stop in the packed batch; None: not known."""
 
     fn: ContextParallel
     shape: tuple[int, int]
     cu_seqlens: tuple[int, ...] | None = None
     padding: int = 0
+    blocks: tuple[tuple[int, int], ...] | None = None
     # cu_seqlens for the compiler, to which other integers are another program
     lengths: Tensor | None = field(default=None, compare=False)
     positions: Tensor | None = field(default=None, compare=False)  # of this rank's tokens in their documents `[B, s]`
+    kept: Tensor | None = field(default=None, compare=False)  # the tokens of all rows that are in the packed batch
 
     def part(self, x: Tensor, fill: int = 0) -> Tensor:
-        """This rank's part of x `[B, S]`: `[B, s]`, or `[1, s]` of a packed batch. fill: of the padding."""
-        whole = (x - fill).reshape(1, -1) if self.cu_seqlens else x - fill
-        return self.fn.shard(whole, self.cu_seqlens, pad=True)[0] + fill
+        """This rank's part of x `[B, S, ...]`: `[B, s, ...]`, or `[1, s, ...]` of a packed batch. fill: of the padding."""
+        x = x - fill if fill else x
+        if self.cu_seqlens:
+            x = x.flatten(0, 1) if self.kept is None else x.flatten(0, 1)[self.kept]
+            x = x[None]
+        whole = x if x.dim() == 2 else x.reshape(*x.shape[:2], 1, -1)
+        part = self.fn.shard(whole[0] if self.cu_seqlens else whole, self.cu_seqlens, pad=True)[0]
+        part = (part[None] if self.cu_seqlens else part).reshape(len(x), -1, *x.shape[2:])
+        return part + fill if fill else part
 
     def whole(self, x: Tensor) -> Tensor:
-        """The inverse of `part` for x `[B, s, ...]`: `[B, S, ...]` on every rank."""
+        """The inverse of `part` for x `[B, s, ...]`: `[B, S, ...]` on every rank, 0 where the batch has padding."""
         flat = x.reshape(*x.shape[:2], 1, -1)
         whole = self.fn.unshard(flat[0] if self.cu_seqlens else flat, self.cu_seqlens, self.padding)
+        if self.kept is not None:
+            rows, tokens = self.shape
+            whole = whole.new_zeros((rows * tokens, *whole.shape[1:])).index_copy(0, self.kept, whole)
         return whole.reshape(*self.shape, *x.shape[2:])
+
+    def sees(self, layer: LayerMask) -> dict[str, Any]:
+        """The arguments of a call for what a layer sees. Raises ValueError for blocks that are not known."""
+        if not layer.by_blocks or self.blocks == ():
+            mask = None if layer.chunk is None else chunks(layer.chunk, self.cu_seqlens or (0, self.shape[1]))
+            return {"mask": mask, **of_band(layer.band)}
+        if self.blocks is None:
+            raise ValueError("tokens of an image see each other: give cp.shard the token_type_ids")
+        return {"mask": blocks(layer, self.blocks)}
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerMask, **options: Any) -> Tensor:
         """Attention of a layer's q `[B, s, H, D]`, k and v, this rank's part. options: of a call of `fn`."""
@@ -62,8 +83,9 @@ class Split:
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and self.positions is not None:
             local = torch.arange(q.shape[1], device=q.device)
             q = (q * _temperature(module, self.positions) / _temperature(module, local)).to(q.dtype)
-        mask = None if layer.chunk is None else chunks(layer.chunk, self.cu_seqlens or (0, self.shape[1]))
-        options |= {"padding": self.padding, "cu_seqlens": lengths, "mask": mask, **of_band(layer.band)}
+        if self.blocks and torch.compiler.is_compiling():
+            raise ValueError("each batch's images are another program for torch.compile: run the model eagerly")
+        options |= {"padding": self.padding, "cu_seqlens": lengths, **self.sees(layer)}
         if lengths is None:
             return self.fn(q, k, v, **options)
         return self.fn(q[0], k[0], v[0], **options)[None]
@@ -90,33 +112,60 @@ def chunks(chunk: int, cu_seqlens: tuple[int, ...]) -> Mask:
     return masks.documents(lengths)
 
 
+@lru_cache(maxsize=64)
+def blocks(layer: LayerMask, ranges: tuple[tuple[int, int], ...]) -> Mask:
+    """The mask of a layer by blocks, the same object for all layers of a batch."""
+    return Blocks(layer, ranges)
+
+
 def split_of(
-    fn: ContextParallel, ids: Tensor, positions: Tensor | None = None, cu_seqlens: Lengths = None
+    fn: ContextParallel,
+    real: Tensor,
+    positions: Tensor | None = None,
+    cu_seqlens: Lengths = None,
+    block_ids: Tensor | None = None,
 ) -> tuple[Split, Tensor]:
-    """(split, positions `[B, S]`) of a global batch of ids `[B, S]`, whose documents begin where positions are 0 or where the
-    cumulative lengths over all rows say. Raises ValueError where the two disagree, and unless positions rise by one or restart
-    at 0, as they do in every row."""
-    rows, tokens = ids.shape
-    by_row = tuple(range(0, rows * tokens + 1, tokens))
-    lengths = None if cu_seqlens is None else tuple(dict.fromkeys(check_cu_seqlens(cu_seqlens, rows * tokens)))
+    """(split, positions `[B, S]`) of a global batch, whose documents begin where positions are 0 or where the cumulative lengths
+    over all rows say. real: `[B, S]`, False for padding, which is left out. block_ids: `[B, S]`, by the same number of at least 0
+    for the tokens of a block. Raises ValueError where positions and lengths disagree, unless positions rise by one or restart at
+    0, as they do in every row, and for padding between tokens."""
+    counts = real.sum(1)
+    first = real & ~F.pad(real, (1, 0))[:, :-1]
+    if int(counts.min()) == 0 or int(first.sum(1).max()) > 1:
+        raise ValueError(
+            "attention_mask must be 1 for some tokens of each row that follow each other, and 0 before and after"
+        )
+    by_row = (0, *counts.cumsum(0).tolist())
+    lengths = None if cu_seqlens is None else tuple(dict.fromkeys(check_cu_seqlens(cu_seqlens, by_row[-1])))
     if positions is None:
-        counts = [torch.arange(stop - start) for start, stop in pairwise(lengths or by_row)]
-        positions = torch.cat(counts).view(rows, tokens).to(ids.device)
-    positions = positions.expand(rows, tokens)
-    wrong = (positions != 0) & (positions != F.pad(positions + 1, (1, 0))[:, :-1])
+        flat = torch.cat([torch.arange(stop - start) for start, stop in pairwise(lengths or by_row)]).to(real.device)
+        positions = torch.zeros_like(real, dtype=flat.dtype).masked_scatter(real, flat)
+    positions = positions.expand_as(real)
+    wrong = real & (positions != 0) & (first | (positions != F.pad(positions + 1, (1, 0))[:, :-1]))
     if wrong.any():
         row, token = wrong.nonzero()[0].tolist()
         raise ValueError(
             f"position_ids has {int(positions[row, token])} in row {row} at token {token}: must count from 0 in each row, and "
             "again from 0 where a document begins"
         )
-    begins = *(positions == 0).flatten().nonzero().flatten().tolist(), rows * tokens
+    begins = *(positions[real] == 0).nonzero().flatten().tolist(), by_row[-1]
     if lengths not in (None, begins):
         raise ValueError(f"cu_seq_lens_q={lengths}: position_ids begin documents at {begins}; give one of them")
-    packed = None if begins == by_row else begins
+    ranges = None if block_ids is None else _ranges(block_ids[real], first[real])
+    rows, tokens = real.shape
+    alike = begins == by_row and by_row[-1] == rows * tokens and (rows == 1 or not ranges)
+    packed = None if alike else begins
     padding = fn.variant.padding(fn.options, packed or (0, tokens), fn.world)
-    split = Split(fn, (rows, tokens), packed, padding, None if packed is None else torch.tensor(packed))
+    kept = None if by_row[-1] == rows * tokens else real.flatten().nonzero().flatten()
+    split = Split(fn, (rows, tokens), packed, padding, ranges, None if alike else torch.tensor(packed), kept=kept)
     return replace(split, positions=split.part(positions)), positions
+
+
+def _ranges(ids: Tensor, first: Tensor) -> tuple[tuple[int, int], ...]:
+    """(start, stop) of each run of one number of at least 0 in ids `[T]`. first: where a row begins, and with it another run."""
+    begins = first | (ids != F.pad(ids, (1, 0))[:-1])
+    bounds = [*begins.nonzero().flatten().tolist(), len(ids)]
+    return tuple(run for run, id in zip(pairwise(bounds), ids[bounds[:-1]].tolist(), strict=True) if id >= 0)
 
 
 def counted(attend: ContextParallel, labels: Tensor, number: Tensor | int | None = None) -> Tensor | int:
@@ -126,19 +175,30 @@ def counted(attend: ContextParallel, labels: Tensor, number: Tensor | int | None
     return number * attend.world if attend.layout.replicated else number
 
 
-def check_ids(input_ids: Any, labels: Any, position_ids: Any) -> Tensor:
-    """input_ids. Raises ValueError unless they and labels are `[B, S]`, and position_ids `[B, S]` or `[1, S]`."""
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
-        way_out = "input_ids[None]" if isinstance(input_ids, Tensor) else "torch.tensor([ids]) for one row"
-        raise ValueError(f"input_ids is {_described(input_ids)}: must be a tensor [B, S]; give {way_out}")
-    rows, tokens = input_ids.shape
-    for name, x, fewest in (("labels", labels, rows), ("position_ids", position_ids, 1)):
-        if x is not None and (not isinstance(x, Tensor) or x.shape not in ((rows, tokens), (fewest, tokens))):
+def check_batch(input_ids: Any, inputs_embeds: Any, position_ids: Any, **others: Any) -> Tensor:
+    """input_ids or inputs_embeds. Raises ValueError unless they are `[B, S]` or `[B, S, C]`, the others `[B, S]`, and position_ids,
+    too, or `[1, S]`, or `[n, B, S]` with n values a token."""
+    if input_ids is not None and inputs_embeds is not None:
+        raise ValueError("input_ids and inputs_embeds: the model takes one of them; give one")
+    name, x, shape = (
+        ("input_ids", input_ids, "[B, S]") if inputs_embeds is None else ("inputs_embeds", inputs_embeds, "[B, S, C]")
+    )
+    if not isinstance(x, Tensor) or x.dim() != shape.count(",") + 1:
+        way_out = f"{name}[None]" if isinstance(x, Tensor) else "torch.tensor([ids]) for one row"
+        raise ValueError(f"{name} is {_described(x)}: must be a tensor {shape}; give {way_out}")
+    rows, tokens = x.shape[:2]
+    for other, y in {"position_ids": position_ids, **others}.items():
+        positions = other == "position_ids"
+        if y is not None and not (
+            isinstance(y, Tensor)
+            and y.shape[-2:] in ((rows, tokens), (1 if positions else rows, tokens))
+            and y.dim() in ((2, 3) if positions else (2,))
+        ):
             raise ValueError(
-                f"{name} is {_described(x)}: must be a tensor {[rows, tokens]}, the shape of input_ids; several values a "
-                "token, such as positions of mrope, are not supported"
+                f"{other} is {_described(y)}: must be a tensor {[rows, tokens]}, the shape of {name}; positions may have several "
+                f"values a token, [n, {rows}, {tokens}]"
             )
-    return input_ids
+    return x
 
 
 def check_same(fn: ContextParallel, device: torch.device, **batch: Any) -> None:

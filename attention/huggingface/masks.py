@@ -9,7 +9,11 @@ from inspect import getclosurevars
 from operator import and_, or_
 from typing import Any
 
+import numpy as np
+
 from attention.masks.band import CAUSAL, FULL, Band, narrower
+from attention.masks.mask import Mask, short
+from attention.masks.rectangles import Rectangles, from_columns
 
 Function = Callable[..., Any]  # of transformers: whether a query sees a key, by batch element, head and two positions
 
@@ -38,6 +42,30 @@ class LayerMask:
         if self.chunk != other.chunk:
             raise ValueError("the model's mask has or_masks of chunks and other tokens: context_parallel does not")
         return LayerMask(*_each(_union, self, other), self.chunk)
+
+
+@dataclass(frozen=True)
+class Blocks(Mask):
+    """The mask of a layer over a sequence with blocks of tokens, each from start to stop, in this order."""
+
+    layer: LayerMask
+    ranges: tuple[tuple[int, int], ...]
+
+    def build(self, tokens: int) -> Rectangles:
+        assert self.layer.chunk is None
+        start, stop = np.array(self.ranges, np.int64).T
+        after, before = np.append(0, stop), np.append(start, tokens)  # between the blocks
+        beside, within = (x.bounds() if x else (1, 0) for x in (self.layer.band, self.layer.block))
+        parts = [
+            from_columns(after, before, 0, tokens, *beside),
+            from_columns(start, stop, 0, start, *beside),
+            from_columns(start, stop, start, stop, *within),
+            from_columns(start, stop, stop, tokens, *beside),
+        ]
+        return np.concatenate(parts)
+
+    def describe(self) -> str:
+        return f"{self.layer} with blocks {short(self.ranges)}"
 
 
 def _each(

@@ -11,6 +11,7 @@ What a model asks of its attention is done, or refused by its name: masks, keywo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +27,7 @@ from attention.call import Lengths
 from attention.huggingface.batch import (
     IGNORED,
     Split,
-    check_ids,
+    check_batch,
     check_same,
     counted,
     reduce_gradients,
@@ -68,8 +69,8 @@ def context_parallel(
         raise _refused(model, "not a model of transformers; call context_parallel before the model is wrapped")
     check_layers(model)
     fn = variant if isinstance(variant, ContextParallel) else make(variant, group, **options)
-    model.set_attn_implementation(NAME)
-    if model.config._attn_implementation != NAME:
+    language_model(model).set_attn_implementation(NAME)
+    if model.config.get_text_config()._attn_implementation != NAME:
         raise _refused(model, "the model does not use the attention interface of transformers; use one that does")
     if getattr(model.loss_function, "func", None) is not shifted_loss:  # of an earlier call
         model.loss_function = partial(shifted_loss, model.loss_function)
@@ -93,44 +94,73 @@ class HuggingFace:
         attention_mask: Tensor | None = None,
         cu_seq_lens_q: Lengths = None,
         num_items_in_batch: Tensor | int | None = None,
+        inputs_embeds: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
         **others: Any,
     ) -> dict[str, Any]:
         """This rank's part `[B, s]` of a batch, as arguments of the model.
 
         input_ids, labels: `[B, S]`, the same on every rank. Labels are shifted, then sharded. This rank's loss is the sum
         over its tokens divided by num_items_in_batch, by default the number of shifted labels in the whole batch.
+        inputs_embeds: `[B, S, C]`, in place of input_ids; gradients flow to the whole of them, this rank's part.
         position_ids: `[B, S]` from 0. A document begins where they restart at 0; its tokens see no others.
-        cu_seq_lens_q says the same, over all rows. A batch with documents is sharded as one row.
+        cu_seq_lens_q says the same, over all rows. A batch with documents is sharded as one row. Positions of several values a
+        token are `[n, B, S]`: with n = 4 the first is that of the text, as in transformers.
+        attention_mask: `[B, S]` with 0 for padding before and after a row's tokens, which are a document.
+        token_type_ids, mm_token_type_ids: `[B, S]`, by which models tell images, whose tokens see each other.
         Lengths that do not divide are padded, which `unshard` cuts off.
-        Raises ValueError for padding in attention_mask, for arguments that differ between ranks, and for other arguments."""
+        Raises ValueError for arguments that differ between ranks or that the model does not take, and for other arguments."""
         if self.fn.variant.decode:
             raise ValueError(f"{self.fn.variant.name} is for model.generate, with past_key_values=cp.cache(tokens=...)")
-        unknown = sorted({name for name, x in others.items() if x is not None} - FOLLOW)
+        named = ("token_type_ids", token_type_ids), ("mm_token_type_ids", mm_token_type_ids)
+        types = {name: x for name, x in named if x is not None}
+        taken = signature(self.model.forward).parameters
+        unknown = sorted({name for name, x in others.items() if x is not None} - FOLLOW | types.keys() - taken)
         check_same(
             self.fn, self.model.device, input_ids=input_ids, labels=labels, position_ids=position_ids,
             attention_mask=attention_mask, cu_seq_lens_q=cu_seq_lens_q, num_items_in_batch=num_items_in_batch,
-            other_arguments=unknown,
+            inputs_embeds=getattr(inputs_embeds, "shape", None), token_type_ids=token_type_ids,
+            mm_token_type_ids=mm_token_type_ids, other_arguments=unknown,
         )  # fmt: skip
         if unknown:
-            raise ValueError(f"{', '.join(unknown)}: not known how to shard; leave it out, and give input_ids")
-        ids = check_ids(input_ids, labels, position_ids)
+            raise ValueError(
+                f"{', '.join(unknown)}: not known how to shard; leave it out, and give input_ids, or inputs_embeds with images"
+            )
+        x = check_batch(input_ids, inputs_embeds, position_ids, labels=labels, attention_mask=attention_mask, **types)
         check_tokens(self.model)
-        check_padding(attention_mask)
-        self.last, positions = split_of(self.fn, ids, position_ids, cu_seq_lens_q)
+        real = (
+            torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+            if attention_mask is None
+            else attention_mask != 0
+        )
+        mrope = position_ids if position_ids is not None and position_ids.dim() == 3 else None
+        text = position_ids if mrope is None else mrope[0] if len(mrope) == 4 else None
+        check_images(self.model, types, mrope)
+        self.last, positions = split_of(self.fn, real, text, cu_seq_lens_q, block_ids(self.model, types))
         part = self.last.part
-        batch: dict[str, Any] = {"input_ids": part(ids), "position_ids": part(positions), "use_cache": False}
-        if "use_cache" not in signature(self.model.forward).parameters:  # of an encoder
-            del batch["use_cache"]
+        batch: dict[str, Any] = {"input_ids" if inputs_embeds is None else "inputs_embeds": part(x)}
+        batch |= {name: part(x) for name, x in types.items()} | {"position_ids": part(positions)}
+        if mrope is not None:
+            batch["position_ids"] = part(mrope.expand(-1, *real.shape).movedim(0, -1)).movedim(-1, 0)
+        if "use_cache" in taken:  # no encoder
+            batch["use_cache"] = False
         if labels is not None:
             of_model = loss_of(self.model)
             if of_model not in LOSSES:
                 raise ValueError(
                     f"labels: the model's loss is {of_model}, sharded is {' or '.join(LOSSES)}; use the logits"
                 )
-            labels = LOSSES[of_model](labels)
+            if attention_mask is not None and (labels[~real] != IGNORED).any():
+                raise ValueError(
+                    f"labels are not {IGNORED} at padding: set them, labels[attention_mask == 0] = {IGNORED}"
+                )
+            labels = LOSSES[of_model](labels).masked_fill(~real, IGNORED)
             batch["shift_labels"] = part(labels, IGNORED)
             batch["num_items_in_batch"] = counted(self.fn, labels, num_items_in_batch)
-            batch["labels"] = torch.full_like(batch["input_ids"], IGNORED)  # asks for the loss; none is shifted again
+            batch["labels"] = torch.full_like(
+                batch["shift_labels"], IGNORED
+            )  # asks for the loss; none is shifted again
         return batch | {NAME: self.last}
 
     def unshard(self, x: Tensor, batch: dict[str, Any] | None = None) -> Tensor:
@@ -187,7 +217,7 @@ def with_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     for a batch of which attention could not know how it lies, and for what would be computed from one rank's tokens alone."""
     sharded = kwargs.get(NAME)
     layout = sharded or next((x for x in kwargs.values() if isinstance(x, ShardedCache)), None)
-    if (implementation := model.config._attn_implementation) != NAME:
+    if (implementation := model.config.get_text_config()._attn_implementation) != NAME:
         if layout is None:
             return args, kwargs
         raise _refused(model, f"attn_implementation={implementation}: the batch is sharded; set it to {NAME!r}")
@@ -200,7 +230,7 @@ def with_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     if sharded:
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise _refused(model, "labels: their tokens are sharded, they are not; give them to cp.shard")
-        for name in ("logits_to_keep", "inputs_embeds", "past_key_values", "cache"):
+        for name in ("logits_to_keep", "past_key_values", "cache"):
             if isinstance(x := kwargs.get(name), Tensor) or x:
                 raise _refused(model, f"{name}: of this rank's tokens alone; leave it out, and use cp.unshard(logits)")
     return args, kwargs | {NAME: layout}
@@ -231,12 +261,37 @@ def _refused(what: object, why: str) -> ValueError:
     return ValueError(f"{type(what).__name__}: {why}")
 
 
+def language_model(model: Any) -> Any:
+    """The part whose attention is sharded: of a model with other modalities that of the text."""
+    text = model.config.get_text_config()
+    return next(module for module in model.modules() if getattr(module, "config", None) is text)
+
+
+def block_ids(model: Any, types: dict[str, Tensor]) -> Tensor | None:
+    """The block of each token `[B, S]`, -1 for none, as the model itself computes it from types of tokens; None: it has no blocks.
+    Models do so from transformers 5 on."""
+    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+    function = next((f for x in modules if (f := getattr(x, "get_block_sequence_ids_for_mask", None))), None)
+    return next((function(x, device=x.device) for x in types.values()), None) if function else None
+
+
+def check_images(model: Any, types: dict[str, Tensor], mrope: Tensor | None) -> None:
+    """Raises ValueError for images whose positions of several values the model would compute from one rank's tokens."""
+    if mrope is None and hasattr(model.base_model, "get_rope_index") and any(bool(x.any()) for x in types.values()):
+        raise ValueError("position_ids: images need theirs, [3, B, S]; give model.base_model.get_rope_index(...)[0]")
+
+
 def check_layers(model: Any) -> None:
     """Raises ValueError for layers that mix tokens outside of transformers' attention interface."""
-    for name, module in model.named_modules():
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise _refused(
+            model, "its cross attention has other keys than queries, which are not sharded; use a decoder or an encoder"
+        )
+    language = language_model(model)
+    for name, module in language.named_modules():
         if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
             raise ValueError(f"{name} is a {type(module).__name__}: only attention may mix tokens; use another model")
-    if others := {*(getattr(model.config, "layer_types", None) or ())} - {*LAYERS}:
+    if others := {*(getattr(language.config, "layer_types", None) or ())} - {*LAYERS}:
         raise ValueError(f"layer_types has {', '.join(sorted(others))}: layers must be {' or '.join(LAYERS)}")
 
 
@@ -272,9 +327,8 @@ def check_padding(attention_mask: Tensor | None) -> None:
     """Raises ValueError unless the mask is `[B, S]` of ones."""
     if attention_mask is not None and not (attention_mask.dim() == 2 and bool((attention_mask == 1).all())):
         raise ValueError(
-            f"attention_mask of shape {list(attention_mask.shape)} is not all ones: padding is not supported; pack the "
-            "rows, with position_ids that restart at 0, or pad at the right with labels of -100 and leave it out; generate from "
-            "prompts of one length"
+            f"attention_mask of shape {list(attention_mask.shape)} is not all ones: give it to cp.shard, which packs the rows "
+            "without their padding; generate from prompts of one length"
         )
 
 

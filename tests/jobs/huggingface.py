@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ transformers.logging.set_verbosity_error()
 
 VOCABULARY, ROWS, TOKENS = 64, 2, 30  # tokens that no layout divides
 DOCUMENTS = {"odd": (11, 25, 23, 1), "even": (16, 32, 16)}  # packed into one row
+DOCUMENTS |= dict.fromkeys(("packed images", "packed mrope"), DOCUMENTS["odd"])
+PADDED = {"left": [(11, TOKENS), (0, TOKENS)], "right": [(0, 17), (0, 29)]}  # the tokens of each row
 SHAPE = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "max_position_embeddings": 128,
@@ -37,6 +39,8 @@ CHUNKS = {
     "num_local_experts": 2, "no_rope_layers": [1, 0], "floor_scale": 8,
 }  # fmt: skip
 ENCODER = dict.fromkeys((f"{x}_token_id" for x in ("pad", "bos", "eos", "cls", "sep")), 0) | {"hidden_size": 64}
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
+MROPE = {"hidden_size": 64, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
@@ -46,47 +50,90 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4", CHUNKS),
     "modernbert": ("ModernBert", ENCODER | WINDOWS),
     "gemma3_encoder": ("Gemma3", WINDOWS | {"use_bidirectional_attention": True}),
+    "gemma3_images": ("Gemma3", {"text_config": SHAPE | WINDOWS, "vision_config": VISION}),
+    "qwen2_vl": ("Qwen2VL", {"text_config": SHAPE | MROPE, "vision_config": VISION}),
     "deepseek_v3": ("DeepseekV3", LATENT | EXPERTS),
     "deepseek_v2": ("DeepseekV2", LATENT | EXPERTS | PUBLISHED),
 }
 
 TEXT = {"Gemma3", "Llama4"}  # whose configuration has other modalities, too
 MASKED = {"modernbert"}
+NEW = {"modernbert", "gemma3_encoder", "gemma3_images"}  # which before transformers 5 attend otherwise
 
 
 def model_of(kind: str, **options: Any) -> Any:
-    """A causal LM in fp32, the same on every rank."""
+    """A causal LM, or another with a loss for each token, in fp32, the same on every rank."""
     name, own = MODELS[kind]
-    config = getattr(transformers, f"{name}{'Text' if name in TEXT else ''}Config")(**SHAPE | own | options)
+    images = "vision_config" in own
+    config = getattr(transformers, f"{name}{'Text' if name in TEXT and not images else ''}Config")
+    task = "ConditionalGeneration" if images else "MaskedLM" if kind in MASKED else "CausalLM"
     torch.manual_seed(0)
-    return getattr(transformers, f"{name}For{'MaskedLM' if kind in MASKED else 'CausalLM'}")(config)
+    return getattr(transformers, f"{name}For{task}")(config(**({} if images else SHAPE) | own | options))
 
 
-def batch_of(documents: str | None) -> dict[str, torch.Tensor]:
-    """Ids, labels and, with documents, positions. A document's first token has no label, as with transformers' collator."""
-    lengths = DOCUMENTS[documents] if documents else (TOKENS,) * ROWS
-    ids = torch.randint(VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(1))
-    positions = torch.cat([torch.arange(n) for n in lengths])
+def spans_of(form: str | None) -> list[tuple[int, int, int]]:
+    """(row, start, stop) of each document of a batch."""
+    if form in DOCUMENTS:
+        return [(0, *x) for x in pairwise(accumulate(DOCUMENTS[form], initial=0))]
+    return [(row, *x) for row, x in enumerate(PADDED.get(form or "", [(0, TOKENS)] * ROWS))]
+
+
+def batch_of(form: str | None) -> dict[str, torch.Tensor]:
+    """Ids, labels and what a form adds. A document's first token has no label, as with transformers' collator."""
+    spans = spans_of(form)
+    shape = (1, sum(DOCUMENTS[form])) if form in DOCUMENTS else (ROWS, TOKENS)
+    random = torch.Generator().manual_seed(1)
+    ids, positions = torch.randint(VOCABULARY, shape, generator=random), torch.zeros(shape, dtype=torch.int64)
+    real = torch.zeros(shape, dtype=torch.int64)
+    for row, start, stop in spans:
+        positions[row, start:stop], real[row, start:stop] = torch.arange(stop - start), 1
     labels = ids.masked_fill(positions == 0, -100)
-    labels[2:5] = -100
-    shape = (1, -1) if documents else (ROWS, TOKENS)
-    found = {"input_ids": ids.view(shape), "labels": labels.view(shape)}
-    return found | {"position_ids": positions.view(shape)} if documents else found
+    labels[0, 12:15] = -100
+    batch = {"input_ids": ids, "labels": labels}
+    if form in DOCUMENTS:
+        batch["position_ids"] = positions
+    elif form in PADDED:
+        batch["attention_mask"] = real
+    if form and form.endswith("images"):
+        batch["token_type_ids"] = torch.zeros_like(ids)
+        for row, start, stop in [(0, 2, 9), (0, 15, 27), (-1, 0, 3), (-1, 5, 18)]:
+            batch["token_type_ids"][row, start:stop] = 1
+    if form and form.endswith("mrope"):
+        mrope = torch.randint(TOKENS, (3, *shape), generator=random)
+        batch["position_ids"] = torch.cat([positions[None], mrope]) if form in DOCUMENTS else mrope
+    return batch
+
+
+def given(model: Any, form: str | None) -> dict[str, torch.Tensor]:
+    """The batch of a form; embeddings in place of ids where images go into them."""
+    batch = batch_of(form)
+    if form and form.endswith(("embeddings", "images")):
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    return batch
 
 
 @cache
-def alone(kind: str, documents: str | None) -> list[torch.Tensor]:
+def alone(kind: str, form: str | None) -> list[torch.Tensor]:
     """(loss, logits, gradients) of transformers' own attention, each document by itself."""
-    model, batch = model_of(kind), batch_of(documents)
+    model = model_of(kind)
     model.set_attn_implementation("eager")
-    lengths = DOCUMENTS[documents] if documents else (TOKENS,) * ROWS
-    ids, labels = (batch[name].flatten().split(lengths) for name in ("input_ids", "labels"))
-    logits = [model(input_ids=x[None]).logits[0] for x in ids]
-    if kind not in MASKED:
-        labels = [F.pad(y[1:], (0, 1), value=-100) for y in labels]
-    loss = F.cross_entropy(torch.cat(logits), torch.cat([*labels]))
+    batch = given(model, form)
+    labels = batch.pop("labels")
+    batch.pop("attention_mask", None)
+    if "position_ids" in batch and batch["position_ids"].dim() == 2:
+        del batch["position_ids"]
+    logits = torch.zeros(*labels.shape, VOCABULARY)
+    counted = torch.full_like(labels, -100)
+    for row, start, stop in spans_of(form):
+        of = {name: x[..., row : row + 1, start:stop] for name, x in batch.items() if name != "inputs_embeds"}
+        if "inputs_embeds" in batch:
+            of["inputs_embeds"] = batch["inputs_embeds"][row : row + 1, start:stop]
+        logits[row, start:stop] = model(**of).logits[0]
+        y = labels[row, start:stop]
+        counted[row, start:stop] = y if kind in MASKED else F.pad(y[1:], (0, 1), value=-100)
+    loss = F.cross_entropy(logits.flatten(0, 1), counted.flatten())
     loss.backward()
-    return [loss.detach(), torch.cat(logits).view(*batch["input_ids"].shape, -1).detach(), *gradients_of(model)]
+    return [loss.detach(), logits.detach(), *gradients_of(model)]
 
 
 def gradients_of(model: Any) -> list[torch.Tensor]:
@@ -94,22 +141,23 @@ def gradients_of(model: Any) -> list[torch.Tensor]:
 
 
 def worst(results: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
-    return max(rel(x, y) for x, y in zip(results, exact, strict=True))
+    """The largest relative error but of what is 0 in both, such as gradients of parameters that no token meets."""
+    return max(rel(x, y) for x, y in zip(results, exact, strict=True) if x.any() or y.any())
 
 
 def trained(
     me: Rank, kind: str, cases: list[tuple[str, str | None]], recompute: bool = False, autocast: bool = False
 ) -> list[float]:
-    """For each case (variant, documents) the largest relative error of loss, logits and gradients. All are sharded
+    """For each case (variant, form) the largest relative error of loss, logits and gradients. All are sharded
     before the first is computed, by functions that share the model."""
     model = model_of(kind)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    functions = [context_parallel(model, variant, **options_of(variant, documents)) for variant, documents in cases]
-    batches = [cp.shard(**batch_of(documents)) for cp, (_, documents) in zip(functions, cases, strict=True)]
+    functions = [context_parallel(model, variant, **options_of(variant, form)) for variant, form in cases]
+    batches = [cp.shard(**given(model, form)) for cp, (_, form) in zip(functions, cases, strict=True)]
     errors = []
-    for cp, batch, (_, documents) in zip(functions, batches, cases, strict=True):
+    for cp, batch, (_, form) in zip(functions, batches, cases, strict=True):
         model.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out = model(**batch)
@@ -117,12 +165,12 @@ def trained(
         cp.reduce_gradients()
         loss = out.loss.detach().clone()
         dist.all_reduce(loss)
-        errors.append(worst([loss, cp.unshard(out.logits), *gradients_of(model)], alone(kind, documents)))
+        errors.append(worst([loss, cp.unshard(out.logits, batch), *gradients_of(model)], alone(kind, form)))
     return [max(x) for x in zip(*me.gather(errors), strict=True)]
 
 
-def options_of(variant: str, documents: str | None) -> dict[str, Any]:
-    tokens = sum(DOCUMENTS[documents]) if documents else TOKENS
+def options_of(variant: str, form: str | None) -> dict[str, Any]:
+    tokens = sum(DOCUMENTS[form]) if form in DOCUMENTS else TOKENS
     return {"tokens": tokens, "mask": masks.causal()} if variant == "balanced" else {}
 
 
@@ -163,7 +211,7 @@ def differing(me: Rank) -> dict[str, list[str]]:
     swapped[0, :2] += torch.tensor([2, -1])  # the weighted sum of ids is that of the others
     others = {
         "input_ids": swapped, "labels": batch["labels"].roll(1), "position_ids": positions,
-        "cu_seq_lens_q": [0, *accumulate(DOCUMENTS["odd"])], "num_items_in_batch": 7, "token_type_ids": swapped,
+        "cu_seq_lens_q": [0, *accumulate(DOCUMENTS["odd"])], "num_items_in_batch": 7, "pixel_values": swapped,
     }  # fmt: skip
     return {
         name: me.gather(refusal(cp.shard, **batch | ({name: other} if me.rank else {})))

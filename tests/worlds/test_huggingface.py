@@ -29,13 +29,32 @@ TRAINED = [name for name, v in VARIANTS.items() if not (v.decode or v.mixes or n
 
 def kinds(*shown, without=()):
     """All models but some; those that are not shown at night."""
-    models = [kind for kind in jobs.MODELS if kind not in without]
+    models = [
+        kind for kind in jobs.MODELS if kind not in (*without, *(jobs.NEW if transformers.__version__ < "5" else ()))
+    ]
     return [kind if kind in shown else pytest.param(kind, marks=pytest.mark.nightly) for kind in models]
 
 
-@pytest.mark.parametrize("kind", kinds("gpt_oss", "llama4", "modernbert"))
+@pytest.mark.parametrize("kind", kinds("gpt_oss", "llama4"))
 def test_loss_logits_and_gradients_are_those_of_one_rank(in_world, kind):
     assert max(in_world(jobs.trained, 2, kind=kind, cases=[("ring", None), ("llama3", "odd")])) < 5e-6
+
+
+FORMS = [
+    ("llama", 2, [("ring", "left"), ("zigzag", "right"), ("ulysses", "left"), ("llama3", "embeddings")]),
+    ("llama4", 4, [("ring", "odd"), ("llama3", "left")]),
+    ("modernbert", 4, [("ring", None), ("llama3", "right")]),
+    ("gemma3_images", 2, [("ring", "images"), ("ulysses", "images"), ("llama3", "odd")]),
+    ("gemma3_images", 4, [("ring", "packed images")]),
+    ("qwen2_vl", 2, [("ring", "mrope"), ("llama3", "packed mrope")]),
+]
+
+
+@pytest.mark.parametrize(("kind", "world", "cases"), FORMS, ids=[f"{kind}-{world}" for kind, world, _ in FORMS])
+def test_padding_embeddings_images_and_their_positions_give_the_loss_of_one_rank(in_world, kind, world, cases):
+    if kind in jobs.NEW and transformers.__version__ < "5":
+        pytest.skip(f"before transformers 5, {kind} has other masks")
+    assert max(in_world(jobs.trained, world, kind=kind, cases=cases)) < 5e-6
 
 
 def test_every_variant_attends_by_rows_and_packed_on_one_model(in_world):
@@ -61,7 +80,7 @@ def test_a_second_sum_of_the_same_gradients_is_refused(in_world):
 
 def test_any_argument_of_a_batch_that_differs_is_refused_on_every_rank(in_world):
     for name, messages in in_world(jobs.differing, 2).items():
-        name = "other_arguments" if name == "token_type_ids" else name
+        name = "other_arguments" if name == "pixel_values" else name
         assert messages[0] == messages[1] and messages[0].startswith(f"{name} differ between the ranks")
 
 
@@ -236,17 +255,25 @@ def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"attention_mask": torch.tensor([[1] * 8, [1] * 7 + [0]])}, "attention_mask .* padding is not supported"),
+        ({"attention_mask": torch.ones(2, 8, 8)}, r"attention_mask is a tensor \[2, 8, 8\].*must be a tensor \[2, 8\]"),
+        ({"attention_mask": IDS % 3}, "attention_mask must be 1 for some tokens of each row that follow each other"),
+        (
+            {"attention_mask": IDS < 12, "labels": IDS},
+            r"labels are not -100 at padding: set them, labels\[attention_mask",
+        ),
         ({"position_ids": torch.arange(3, 11)[None]}, "position_ids has 3 in row 0 at token 0: must count from 0"),
         (
             {"position_ids": torch.arange(8)[None], "cu_seq_lens_q": [0, 4, 16]},
             r"cu_seq_lens_q=\(0, 4, 16\).*\(0, 8, 16\)",
         ),
         ({"cu_seq_lens_q": [0, 4, 8]}, "cu_seqlens.*16"),
-        ({"inputs_embeds": torch.zeros(2, 8, 32), "input_ids": None}, "inputs_embeds: .* give input_ids"),
+        ({"pixel_values": IDS}, "pixel_values: .* give input_ids, or inputs_embeds with images"),
+        ({"token_type_ids": IDS}, "token_type_ids: not known how to shard"),  # the model has none
+        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "input_ids and inputs_embeds: .*give one"),
+        ({"inputs_embeds": torch.zeros(8, 32), "input_ids": None}, r"inputs_embeds is .*must be a tensor \[B, S, C\]"),
         ({"input_ids": [1, 2]}, r"input_ids is of <class 'list'>: .*give torch.tensor\(\[ids\]\)"),
         ({"input_ids": IDS[0]}, r"input_ids is a tensor \[8\] of torch.int64: .*give input_ids\[None\]"),
-        ({"position_ids": torch.zeros(3, 2, 8)}, r"position_ids is a tensor \[3, 2, 8\].*mrope, are not supported"),
+        ({"position_ids": torch.zeros(3, 2, 7)}, r"position_ids is a tensor \[3, 2, 7\].*\[n, 2, 8\]"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -266,7 +293,6 @@ def test_shard_refuses_what_it_does_not_understand(cp, given, message):
         ({"shift_labels": None}, "labels: .*give them to cp.shard"),
         ({"num_items_in_batch": None}, "the model passes no num_items_in_batch to its loss"),
         ({"logits_to_keep": 1}, r"logits_to_keep: .*use cp.unshard\(logits\)"),
-        ({"inputs_embeds": torch.zeros(2, 8, 32)}, "inputs_embeds: of this rank's tokens alone"),
         ({"past_key_values": [0]}, "past_key_values: of this rank's tokens alone"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
@@ -293,10 +319,33 @@ def test_dropout_is_refused_in_training_only():
         model.train()(**cp.shard(IDS))
 
 
-def test_a_model_that_mixes_tokens_elsewhere_is_refused():
-    config = transformers.MiniMaxConfig(**jobs.SHAPE, num_local_experts=2)
-    with torch.device("meta"), pytest.raises(ValueError, match="layer_types has linear_attention"):
-        context_parallel(transformers.MiniMaxForCausalLM(config), "dense")
+@pytest.mark.parametrize(
+    ("name", "more", "message"),
+    [
+        ("MiniMaxForCausalLM", {"num_local_experts": 2}, "layer_types has linear_attention"),
+        (
+            "BartForConditionalGeneration",
+            {"d_model": 32},
+            "BartForConditionalGeneration: its cross attention has other keys than queries",
+        ),
+    ],
+)
+def test_a_model_that_mixes_tokens_elsewhere_is_refused(name, more, message):
+    model, config = (getattr(transformers, x) for x in (name, f"{name.partition('For')[0]}Config"))
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        context_parallel(model(config(**jobs.SHAPE | more)), "dense")
+
+
+@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, Gemma 3 has other masks")
+def test_images_need_their_types_and_their_positions():
+    cp = context_parallel(jobs.model_of("gemma3_images"), "dense")
+    batch = cp.shard(IDS, token_type_ids=IDS % 2)
+    assert batch["context_parallel"].blocks == tuple((i, i + 1) for i in range(1, 16, 2))
+    batch["context_parallel"] = cp.shard(IDS)["context_parallel"]
+    with pytest.raises(ValueError, match=r"tokens of an image see each other: give cp.shard the token_type_ids"):
+        cp.model(**batch)
+    with pytest.raises(ValueError, match=r"position_ids: images need theirs, \[3, B, S\]"):
+        context_parallel(jobs.model_of("qwen2_vl"), "dense").shard(IDS, mm_token_type_ids=IDS)
 
 
 @pytest.mark.parametrize(
