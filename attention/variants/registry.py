@@ -21,7 +21,7 @@ for _module in iter_modules(folder.__path__):
 _EXECUTORS = get_args(Executor)
 # external packages, once variants here
 MOVED = (
-    "rfa_llama3", "rfa_ring", "rfa_stripe", "rfa_zigzag", "rm_usp", "rm_zigzag", "torch_cp", "transformer_engine", "usp_yunchang",
+    "rfa_llama3", "rfa_ring", "rfa_stripe", "rfa_zigzag", "rm_usp", "rm_zigzag", "torch_cp", "torch_flex_cp", "transformer_engine", "usp_yunchang",
 )  # fmt: skip
 # in lists those of one executor stand together
 _SORTED = {v.name: v for v in sorted(REGISTERED.values(), key=lambda v: (_EXECUTORS.index(v.executor), v.name))}

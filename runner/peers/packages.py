@@ -101,6 +101,7 @@ class SharedHeadsOptions(Options):
 
 _OF_ONE: dict[str, dict[str, Any]] = {  # what packages.yaml cannot say
     "torch_cp": {"options": TorchOptions, "kernels": SDPA},
+    "torch_flex_cp": {"kernels": SDPA, "schedule": GATHER},
     "rfa_ring": {"layout": CONTIGUOUS},
     "rfa_stripe": {"layout": stripe.STRIPE},
     "rfa_llama3": {"layout": PACKED, "schedule": GATHER, "options": RfaLlama3Options},

@@ -10,7 +10,7 @@ import torch
 
 from runner.launch.rank import Rank
 from runner.peers import function
-from tests.jobs.reference import drawn
+from tests.jobs.reference import drawn, rel
 from tests.support.cases import Case, whole, wrong
 
 
@@ -59,3 +59,15 @@ def kernels_seen(me: Rank, name: str) -> list[list[str]]:
         found.append(sorted(set(seen)))
         seen.clear()
     return found
+
+
+def flex_forward(me: Rank, causal: bool) -> float:
+    """The relative error of the forward of PyTorch's FlexAttention over the ranks, which needs no GPU, from ours."""
+    from attention.api import make
+    from runner.peers import torch_flex_cp
+
+    torch.manual_seed(0)
+    fn = make("zigzag" if causal else "ring", kernel="math")
+    q, k, v = (fn.shard(torch.randn(2, 256 * me.world, n, 32)) for n in (4, 2, 2))
+    out = torch_flex_cp.attend(q, k, v, fn.plan(q, k, v, causal=causal, scale=0.3), None)
+    return rel(out, fn(q, k, v, causal=causal, scale=0.3))

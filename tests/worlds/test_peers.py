@@ -119,6 +119,12 @@ def test_the_bytes_of_a_package_are_null_in_its_metrics():
         assert entry.limited_by in ("compute", "memory")
 
 
+@pytest.mark.nightly  # it compiles
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_forward_of_pytorchs_flex_attention_is_ours(in_world, causal):
+    assert in_world(jobs.flex_forward, 2, causal=causal) < 1e-5
+
+
 def test_the_library_says_where_a_package_went():
     for name in PEERS:
         with pytest.raises(ValueError, match=f"python -m runner attention={name} or runner.peers"):
