@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
+from runner.config.values import Refusal
 from runner.costs import rates
 from runner.costs.model import Task
 from runner.costs.rates import CallClass, Rate
@@ -69,7 +70,7 @@ def _main(arguments: list[str]) -> int:
     rows = measured(runs.read(options.folders))
     if not rows:
         tokens = " or ".join(map(str, rates.TOKENS.values()))
-        raise ValueError(f"no run of attention=dense with {tokens} tokens on a GPU; measure with +experiment=kernels")
+        raise Refusal(f"no run of attention=dense with {tokens} tokens on a GPU; measure with +experiment=kernels")
     if options.write:
         rates.PATH.write_text(rates.render(rates.renewed(rates.table(), rows)))
         terminal.err.print(f"written: {rates.PATH}")

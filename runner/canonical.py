@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from runner import environment
 from runner.config import folders
+from runner.config.values import Refusal
 from runner.output import commands, terminal
 from runner.output.results import finite, write_text
 from runner.report import runs
@@ -95,7 +96,7 @@ def answer(question: Mapping[str, Any], plan: Mapping[str, Any], folder: Path, s
     why = ask(overrides, left)
     try:
         results = runs.read([folder])
-    except ValueError as error:
+    except Refusal as error:
         return record | {"status": "not answered", "why": why or str(error)}
     answers = fastest(results, question["subject"])
     status = "not answered" if not answers else "partly answered" if why else "answered"
@@ -118,12 +119,12 @@ def _main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     least = CLOSING_S + LEAST_S * len(options.only) + 1
     if not options.budget_s >= least:
-        raise ValueError(
+        raise Refusal(
             f"--budget-s {options.budget_s:g}: too little for {', '.join(options.only)}: at least {least:g} s; give more, or fewer "
             "questions with --only"
         )
     if options.out is not None and options.out.exists() and any(options.out.iterdir()):
-        raise ValueError(f"--out {options.out}: is not empty; give a new folder")
+        raise Refusal(f"--out {options.out}: is not empty; give a new folder")
     folder = options.out or folders.create(Path("outputs"), f"canonical-{folders.now()}")
     started = time.monotonic()
     stop = started + options.budget_s - CLOSING_S

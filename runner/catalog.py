@@ -27,7 +27,7 @@ from runner import environment
 from runner.config import overrides, resolve, schema
 from runner.config.experiment import NONE, Experiment, named
 from runner.config.rules.attention import attention_call
-from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, Refusal, UnsupportedHere
 from runner.costs import dry_run
 from runner.output import commands, terminal
 from runner.peers import Package, everything, missing
@@ -81,7 +81,7 @@ USUAL_WORLD = 8  # ranks whose costs are listed where no world_size is given
 
 
 def cost(given: list[str]) -> Choices:
-    """What each variant costs before it runs, for a workload and a world of any size. Raises ValueError for overrides that are refused."""
+    """What each variant costs before it runs, for a workload and a world of any size. Raises Refusal for overrides that are refused."""
     if not any(text.startswith("world_size=") for text in given):
         given = [*given, f"world_size={USUAL_WORLD}"]
     title = (
@@ -293,7 +293,7 @@ def _main(arguments: list[str]) -> int:
         return 0
     for name in names:
         if name not in (*LISTS, "support"):
-            raise ValueError(f"{name}: not a list; {nearest(name, (*LISTS, 'support'))}")
+            raise Refusal(f"{name}: not a list; {nearest(name, (*LISTS, 'support'))}")
     for name in names or LISTS:
         if name == "support":
             from runner.support import page

@@ -29,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from runner import environment
+from runner.config.values import Refusal
 from runner.output import commands
 from runner.output.table import escaped
 from runner.report.pairs import notes, paired, table
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace) -> int:
     if not options.tolerance >= 0:
-        raise ValueError(f"--tolerance {options.tolerance}: must be at least 0; 0.02 is 2%")
+        raise Refusal(f"--tolerance {options.tolerance}: must be at least 0; 0.02 is 2%")
     sets = {str(folder): where(read([folder]), options.where) for folder in (options.a, options.b, *options.more)}
     names = [str(folder) for folder in (options.a, options.b, *options.more)]
     if options.more:
@@ -55,9 +56,9 @@ def _main(options: argparse.Namespace) -> int:
         pairs = paired(a, b, options.which, options.tolerance)
         if not any(pair.a and pair.b for pair in pairs):
             alike = "the same variant, options, workload, ranks, kernel, transport, replay and timing"
-            raise ValueError(f"{name_a} and {name_b}: nothing was asked for in both; compared are runs with {alike}")
+            raise Refusal(f"{name_a} and {name_b}: nothing was asked for in both; compared are runs with {alike}")
         if any(run.ok for run in (*a, *b)) and all(run.ms(options.which) is None for run in (*a, *b)):
-            raise ValueError(f"--pass {options.which}: no run has it; forward has every run")
+            raise Refusal(f"--pass {options.which}: no run has it; forward has every run")
         title = [f"## {escaped(name_a)} → {escaped(name_b)}\n"] if options.more else []
         below = map(escaped, notes(a, b, pairs, options.which))
         parts.append("\n".join([*title, table(pairs).markdown(), *below]))

@@ -23,9 +23,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from runner.config.values import Refusal
 from runner.output import commands, reader, summary
 from runner.output.results import replacing, write_text
-from runner.output.run_tables import TABLES, completed, read_table
+from runner.output.run_tables import TABLES, completed, read_table, readable
 from runner.reading import read_parquet
 from runner.record.result import Result
 
@@ -59,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def pack(sweep: Path, target: Path) -> list[Result]:
-    """Pack the runs of a sweep into `target` and read everything back; returns the runs. Raises ValueError for a folder
+    """Pack the runs of a sweep into `target` and read everything back; returns the runs. Raises Refusal for a folder
     without runs, for a file that is no result, and where the data read back differs."""
     runs = _runs(sweep)
     target.mkdir(parents=True, exist_ok=True)
@@ -76,23 +77,23 @@ def pack(sweep: Path, target: Path) -> list[Result]:
     for path, table in written.items():  # after all are made: an error leaves the packed sweep as it was
         _write(path, table)
         if not read_parquet(path).equals(table):
-            raise ValueError(f"{path}: reads back otherwise than it was written; the runs' folders are kept")
+            raise Refusal(f"{path}: reads back otherwise than it was written; the runs' folders are kept")
     write_text(target / "summary.md", summary.markdown(summary.sweep_rows(target)))
     return runs
 
 
 def _runs(sweep: Path) -> list[Result]:
-    """The runs that have a folder in the sweep. Raises ValueError."""
+    """The runs that have a folder in the sweep. Raises Refusal."""
     runs, problems = reader.read_results(sweep, below=False)
     if problems:
-        raise ValueError(f"{problems[0]}; remove it, or run it again with resume=true")
+        raise Refusal(f"{problems[0]}; remove it, or run it again with resume=true")
     folders = {path.parent for path in sweep.glob(f"*/{reader.RESULT}")}
     runs = [run for run in runs if run.folder in folders]
     if not runs:
-        raise ValueError(f"{sweep}: no run's folder with a result.json in it; give the folder of a sweep")
+        raise Refusal(f"{sweep}: no run's folder with a result.json in it; give the folder of a sweep")
     for run in runs:
         if run.folder.name != run.name:
-            raise ValueError(f"{run.folder}: holds the run {run.name}; rename the folder")
+            raise Refusal(f"{run.folder}: holds the run {run.name}; rename the folder")
     return runs
 
 
@@ -108,7 +109,8 @@ def _kept(path: Path, replaced: set[str]) -> list[pa.Table]:
     """The packed table of the runs that are not replaced; empty where there is no such file."""
     if not path.exists():
         return []
-    table = read_parquet(path)
+    with readable(path):
+        table = read_parquet(path)
     table = table.filter(pc.invert(pc.is_in(table["run"], pa.array(sorted(replaced), pa.string()))))
     return [completed(table, path.stem)]
 

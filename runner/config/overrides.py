@@ -87,6 +87,8 @@ def values(text: str, multirun: bool) -> list[str]:
             f"{shown(text)}: several values are a sweep; add -m, or call runner.multirun; what changes nothing measured, "
             f"as {UNMEASURED[0]}, has one value"
         )
+    if key == "topology":  # a group that no run has
+        raise InvalidConfig(f"{shown(text)}: {LEFT_OUT[key]}")
     if key in groups():
         texts = [one_of(key, name, groups()[key]) for name in texts]
     return [f"{'+' * (key == 'experiment')}{key}={value}" for value in texts]

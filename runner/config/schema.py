@@ -45,6 +45,7 @@ LEFT_OUT = {
     "feature": "is a switch of dilated attention; give attention.pattern_cache=true,false or attention.memory_pool=true,false, as +experiment=dilated_features does",
     "graphs": "is now replay; give replay=graphs for graphs=true, replay=none for false, replay=auto for auto",
     "hydra": "of Hydra's own keys only hydra.sweep.dir, hydra/launcher and hydra.launcher.* are used; leave it out, and give output=DIR for another folder",
+    "topology": "is a key of python -m runner.predict; leave it out, or give it there",
 }
 
 

@@ -20,11 +20,15 @@ LONGEST = 80  # characters of a value in a message
 LONGEST_MESSAGE = 1000  # characters of another package's message
 
 
-class InvalidConfig(ValueError):
-    """A value breaks a rule. The message gives the value, the rule and the way out."""
+class Refusal(ValueError):
+    """What a user gave cannot be used. The message, one line, gives it, the rule and the way out. Any other ValueError is a defect."""
 
 
-class UnsupportedHere(ValueError):
+class InvalidConfig(Refusal):
+    """A value of a configuration breaks a rule."""
+
+
+class UnsupportedHere(Refusal):
     """A valid experiment that this machine or these packages cannot run."""
 
 

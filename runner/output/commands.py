@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 
 from omegaconf.errors import OmegaConfBaseException
 
-from runner.config.values import CannotWrite, message, shown
+from attention.errors import UnsupportedCall
+from runner.config.values import CannotWrite, Refusal, message, shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,15 +61,15 @@ class Output:
 
 def exit_status(command: Callable[[], int], os_error: int = 1) -> int:
     """The command's exit status: 2 where it refuses a value and `os_error` for OSError, with the error as a line on stderr;
-    1 where its output could not be written."""
+    1 where its output could not be written. A defect keeps its traceback."""
     sys.stdout = output = Output(sys.stdout)  # type: ignore[assignment]
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     try:
         status = command()
         output.flush()
         return status or (1 if output.error else 0)
-    except (ValueError, OmegaConfBaseException) as error:
-        kind = "error" if type(error) is ValueError else "invalid"
+    except (Refusal, UnsupportedCall, OmegaConfBaseException, UnicodeDecodeError) as error:
+        kind = "error" if type(error) in (Refusal, UnicodeDecodeError) else "invalid"
         print(f"{kind}: {message(error)}", file=sys.stderr)
         return 2
     except OSError as error:

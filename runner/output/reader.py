@@ -11,6 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from runner.config.values import Refusal
 from runner.reading import read_parquet, read_text
 from runner.record.parsing import NewerSchema, decoded
 from runner.record.result import Result
@@ -59,14 +60,14 @@ def read_results(folder: Path, below: bool = True) -> tuple[list[Result], list[U
 
 
 def stored(run: Result) -> dict[str, Any]:
-    """The JSON of a run's file, which may have more than `run.plain` if an earlier version wrote it. Raises ValueError and
+    """The JSON of a run's file, which may have more than `run.plain` if an earlier version wrote it. Raises Refusal and
     OSError."""
     path = run.folder / RESULT
     if path.exists():
         return json.loads(read_text(path))  # type: ignore[no-any-return]
     packed = _packed(run.folder.parent / PACKED)
     if isinstance(packed, UnreadableFile):
-        raise ValueError(str(packed))
+        raise Refusal(str(packed))
     return json.loads(packed[run.name])  # type: ignore[no-any-return]
 
 

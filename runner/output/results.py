@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runner.config.values import CannotWrite, redacted
+from runner.config.values import CannotWrite, Refusal, redacted
 from runner.output.reader import RESULT
 from runner.record.result import Result, Tables
 
@@ -99,14 +99,14 @@ def write_samples(path: Path, samples: Sequence[dict[str, list[float]]], rounds:
 
 
 def read_samples(path: Path) -> list[dict[str, list[float]]]:
-    """Read samples.parquet: by rank, the ms of each iteration by pass. Raises OSError, ValueError and KeyError."""
+    """Read samples.parquet: by rank, the ms of each iteration by pass. Raises Refusal."""
     from runner.output.run_tables import read_table
 
     samples: dict[int, dict[str, list[float]]] = {}
     for row in read_table(path).to_pylist():  # in the order of iterations
         samples.setdefault(row["rank"], {}).setdefault(row["pass"], []).append(row["ms"])
     if samples.keys() != set(range(len(samples))):
-        raise ValueError(f"{path}: has samples of {len(samples)} ranks, which are not the first {len(samples)}")
+        raise Refusal(f"{path}: has samples of {len(samples)} ranks, which are not the first {len(samples)}")
     return [samples[rank] for rank in range(len(samples))]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from attention.errors import nearest
 from attention.variants.registry import VARIANTS
 from runner.config import overrides
-from runner.config.values import InvalidConfig, UnsupportedHere, whole
+from runner.config.values import InvalidConfig, Refusal, UnsupportedHere, whole
 from runner.output import commands, terminal
 from runner.predict import topologies, validation
 from runner.predict.estimates import Row, experiment, rows
@@ -89,14 +89,14 @@ def _main(arguments: list[str]) -> int:
 
 
 def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Cluster]:
-    """The rows of all world sizes and lengths, and the machines. Raises ValueError for overrides that are refused."""
+    """The rows of all world sizes and lengths, and the machines. Raises Refusal for overrides that are refused."""
     if not given:
-        raise ValueError("nothing to predict: give a workload, as in config=llama3_8b seq_len=131072 world_size=8,64")
+        raise Refusal("nothing to predict: give a workload, as in config=llama3_8b seq_len=131072 world_size=8,64")
     own, rest = dict(USUAL), []
     for text in given:
         key, sign, value = text.partition("=")
         if key.startswith("attention."):
-            raise ValueError(f"{text}: options are candidates here; leave it out, and give --every to see all of them")
+            raise Refusal(f"{text}: options are candidates here; leave it out, and give --every to see all of them")
         if key in OWN and sign:
             own[key] = value
         else:
@@ -105,7 +105,7 @@ def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Clu
     variants = own["attention"].split(",") if "attention" in own else []
     for name in variants:
         if name not in VARIANTS:
-            raise ValueError(f"attention={name}: not a variant that the model knows; {nearest(name, VARIANTS)}")
+            raise Refusal(f"attention={name}: not a variant that the model knows; {nearest(name, VARIANTS)}")
     (job,) = overrides.jobs(["hardware=cuda", "attention=auto", *rest], multirun=False)
     cfg = overrides.composed(job)
     by = dict(validation.stored().factors)
@@ -117,7 +117,7 @@ def predicted(given: Sequence[str], every: bool = False) -> tuple[list[Row], Clu
         except (InvalidConfig, UnsupportedHere) as error:
             predictions.append(Row(world, length or 0, "all", why=str(error)))
     if all(row.variant == "all" for row in predictions):
-        raise ValueError(predictions[0].why)
+        raise Refusal(predictions[0].why)
     return predictions, cluster
 
 

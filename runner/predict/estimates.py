@@ -15,6 +15,7 @@ from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.config import resolve
 from runner.config.experiment import Experiment
+from runner.config.values import Refusal
 from runner.costs.hardware import Machine
 from runner.costs.model import Candidate, Estimate, Task, estimate
 from runner.predict.topologies import Cluster
@@ -64,7 +65,7 @@ def rows(
     spec: Experiment, cluster: Cluster, asked: Collection[str], by: Mapping[Kind, float], every: bool = False
 ) -> list[Row]:
     """Sorted by time, the impossible variants last; of each variant the best options, or `every` one. asked: variants; none: all
-    that are made for such a call. Compute is calibrated with the factors `by`. Raises ValueError for what the model does not know."""
+    that are made for such a call. Compute is calibrated with the factors `by`. Raises Refusal for what the model does not know."""
     task = task_of(spec)
     variants = asked or [name for name in NAMES if not unsuitable(name, task)]
     machine = cluster.machine(spec.world_size, usual_kernel(spec, task, cluster.device), spec.replay)
@@ -78,11 +79,11 @@ def rows(
 
 
 def task_of(spec: Experiment) -> Task:
-    """The call of a run. Raises ValueError for what the model does not know."""
+    """The call of a run. Raises Refusal for what the model does not know."""
     call = spec.workload
     if not isinstance(call.mask, Band) or spec.model is not None:
         what = f"model={spec.model.name}" if spec.model else f"mask={call.mask.describe()}"
-        raise ValueError(f"{what}: predicted are full, causal and windows, of attention alone; leave it out")
+        raise Refusal(f"{what}: predicted are full, causal and windows, of attention alone; leave it out")
     packed = call.seqlens is not None
     return Task(call.cu_seqlens, spec.world_size, call.mask, call.shapes, packed, spec.backward, call.q_len)
 

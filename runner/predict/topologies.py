@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from attention.errors import nearest
 from runner.config.schema import groups
+from runner.config.values import Refusal
 from runner.costs import links
 from runner.costs.hardware import DEFAULTS, Ceilings, Machine
 from runner.costs.links import Link, Measured
@@ -31,13 +32,13 @@ class Cluster(Topology):
     copy_gb_s: float | None = None
 
     def machine(self, world: int, kernel: str, replay: str) -> Machine:
-        """For a world of so many ranks. Between nodes only messages go, so that memory is not read directly. Raises ValueError for
+        """For a world of so many ranks. Between nodes only messages go, so that memory is not read directly. Raises Refusal for
         a replay that cannot be predicted."""
         transports = tuple(t for t in self.transports if self.nodes(world) == 1 or t != "symm")
         if replay == "auto":
-            raise ValueError("replay=auto: is decided by trials; give replay=none or replay=graphs")
+            raise Refusal("replay=auto: is decided by trials; give replay=none or replay=graphs")
         if replay == "graphs" and "symm" not in transports:
-            raise ValueError(f"replay=graphs: needs the transport symm, which {self.name} lacks for {world} ranks")
+            raise Refusal(f"replay=graphs: needs the transport symm, which {self.name} lacks for {world} ranks")
         usual = DEFAULTS[self.device]
         assumed = Ceilings(
             self.tflops or usual.tflops, self.copy_gb_s or usual.copy_gb_s, self.inside or usual.link, self.name
@@ -63,9 +64,9 @@ class Cluster(Topology):
 
 
 def named(name: str) -> Cluster:
-    """Raises ValueError for an unknown name."""
+    """Raises Refusal for an unknown name."""
     if name not in (names := groups()["topology"]):
-        raise ValueError(f"topology={name}: not a topology; {nearest(name, names)}")
+        raise Refusal(f"topology={name}: not a topology; {nearest(name, names)}")
     text = (resources.files("runner.conf") / "topology" / f"{name}.yaml").read_text()
     values: Any = OmegaConf.to_container(OmegaConf.create(text))
     values |= {key: Link(**x) for key, x in values.items() if isinstance(x, dict)}

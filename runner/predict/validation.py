@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from runner.config.values import Refusal
 from runner.costs.model import Duration
 from runner.reading import read_text
 from runner.report.modelled import Kind, Point, points
@@ -86,12 +87,12 @@ class Validation:
 
 
 def validate(runs: Sequence[Run]) -> Validation:
-    """Raises ValueError where there are not two world sizes of the model's variants on one kind of device."""
+    """Raises Refusal where there are not two world sizes of the model's variants on one kind of device."""
     known = points(runs)
     devices = {point.run.gpu or "cpu" for point in known}
     worlds = sorted({point.run.world_size or 1 for point in known})
     if len(worlds) < 2 or len(devices) != 1:
-        raise ValueError(
+        raise Refusal(
             f"{len(known)} passes of world sizes {worlds} on {', '.join(sorted(devices)) or 'no device'}: a validation needs results "
             "of two world sizes on one kind of device; give --validate a folder with both"
         )

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from runner.config import folders
+from runner.config.values import Refusal
 from runner.output import commands
 from runner.output.results import write_text
 from runner.output.table import escaped
@@ -43,9 +44,9 @@ def _main(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.refresh:
         return refresh(options.refresh)
     if not options.folders:
-        raise ValueError(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
+        raise Refusal(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
     if bool(options.into) != bool(options.section):
-        raise ValueError("--into FILE and --section NAME belong together: give both or none")
+        raise Refusal("--into FILE and --section NAME belong together: give both or none")
     runs = where(read(options.folders), options.where)
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ def _report(runs: list[Run], options: argparse.Namespace) -> int:
     """Write report.md, report.html and the charts, with a part for each sweep."""
     missing = charts.missing()
     if options.page and missing:
-        raise ValueError(missing)
+        raise Refusal(missing)
     out = options.out or (
         folders.create(Path("outputs"), f"report-{folders.now()}") if len(options.folders) > 1 else options.folders[0]
     )
@@ -110,7 +111,7 @@ def _section(runs: list[Run], options: argparse.Namespace, arguments: list[str])
     text = read_text(file)
     pattern = _between(options.section)
     if len(pattern.findall(text)) != 1:
-        raise ValueError(
+        raise Refusal(
             f"--section {options.section}: {file} must have <!-- report:{options.section} --> and after it "
             f"<!-- /report:{options.section} --> once, each in a line of its own"
         )
@@ -135,13 +136,13 @@ def _between(name: str) -> re.Pattern[str]:
 
 
 def _picture(runs: list[Run], options: argparse.Namespace) -> str:
-    """Write the section's chart and return its link, relative to the file. Raises ValueError where it cannot be
+    """Write the section's chart and return its link, relative to the file. Raises Refusal where it cannot be
     made."""
     if missing := charts.missing():
-        raise ValueError(f"{missing}, or leave the picture out with --chart none")
+        raise Refusal(f"{missing}, or leave the picture out with --chart none")
     panel = next((panel for panel in panels(runs, options.which) if panel.name == options.chart), None)
     if panel is None:
-        raise ValueError(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
+        raise Refusal(f"--chart {options.chart}: these runs have nothing for it; another, or --chart none")
     path = (options.out or options.folders[0]) / f"{options.section}_{options.chart}.png"
     _write_png(panel, path)
     title = f"{charts.KINDS[options.chart]}, {options.section.replace('_', ' ')}"
@@ -150,16 +151,16 @@ def _picture(runs: list[Run], options: argparse.Namespace) -> str:
 
 def refresh(file: Path) -> int:
     """Make every section of the file again by the command in it; relative paths start at the working directory. Raises
-    ValueError for a section without a command."""
+    Refusal for a section without a command."""
     text = read_text(file)
     names = re.findall(r"^<!-- report:(\S+) -->$", text, re.MULTILINE)
     if not names:
-        raise ValueError(f"--refresh {file}: has no <!-- report:NAME --> section")
+        raise Refusal(f"--refresh {file}: has no <!-- report:NAME --> section")
     worst = 0
     for name in names:
         inside = _between(name).search(text)
         made = MADE_BY.search(inside[2]) if inside else None
         if made is None:
-            raise ValueError(f"--refresh {file}: section {name} does not say the command that made it; run that once")
+            raise Refusal(f"--refresh {file}: section {name} does not say the command that made it; run that once")
         worst = max(worst, main(shlex.split(made["arguments"])))
     return worst

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from attention.variants.registry import AUTO
+from runner.config.values import Refusal
 from runner.output.table import Table
 from runner.peers import PEERS
 from runner.report.fair import EVEN, MIXED, by_time, even, mixed, mixed_note, noisy, tied
@@ -49,10 +50,10 @@ def comparison_table(runs: Sequence[Run], which: str = "total") -> Table:
 
 def headline_table(runs: Sequence[Run], which: str = "total") -> Table:
     """A row for each workload that `auto` did: its time, the time of each external package's fastest setting, which the
-    cell names, and their ratio. Raises ValueError without runs of auto and of an external package."""
+    cell names, and their ratio. Raises Refusal without runs of auto and of an external package."""
     runs = [run for run in comparable(runs) if run.external or run.attention == AUTO]
     if {run.external for run in runs} != {True, False}:
-        raise ValueError("--table headline: needs runs of attention=auto and of an external package in these folders")
+        raise Refusal("--table headline: needs runs of attention=auto and of an external package in these folders")
     named, rows = labels(runs), []
     for group in by_workload(runs):
         fastest_last = [run for run in group if run.ms(which) is None] + by_time(group, which)[::-1]

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from attention.masks.band import Band
 from runner.config.experiment import BEST
 from runner.config.rules.attention import setting_label
+from runner.config.values import Refusal
 from runner.output import columns, reader
 from runner.peers import PEERS, everything
 from runner.reading import read_yaml
@@ -202,7 +203,7 @@ _NAMED = {fact.name for fact in dataclasses.fields(Run)} - {"result", "options"}
 
 def read(folders: Iterable[Path]) -> list[Run]:
     """The runs in these folders and below, in the order of the tables. Files that are no results are named on stderr.
-    Raises ValueError where there is no result."""
+    Raises Refusal where there is no result."""
     folders = list(folders)
     found: dict[Path, Result] = {}
     for folder in folders:
@@ -210,7 +211,7 @@ def read(folders: Iterable[Path]) -> list[Run]:
         reader.report_problems(problems)
         found |= {value.folder.resolve(): value for value in values if value.folder.resolve() not in found}
     if not found:
-        raise ValueError(
+        raise Refusal(
             f"{', '.join(map(str, folders))}: no result.json or {reader.PACKED} there or below that can be read; give the folder "
             "of a run, a sweep, or several"
         )
@@ -247,16 +248,16 @@ def sortable(value: Any) -> tuple[Any, ...]:
 
 def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:
     """The runs that fulfil every KEY=VALUE,VALUE..., where KEY is an option, a fact or a column of the summary. Raises
-    ValueError for a key that no run has, for another form, or when no run is left."""
+    Refusal for a key that no run has, for another form, or when no run is left."""
     kept = list(runs)
     for condition in conditions:
         key, sign, wanted = condition.partition("=")
         if not sign or all(_value(run, key) is None for run in runs):
             known = sorted({*_NAMED, *(k for run in runs for k in run.options), *columns.KEYS})
-            raise ValueError(f"--where {condition}: must be KEY=VALUE with one of these keys: {', '.join(known)}")
+            raise Refusal(f"--where {condition}: must be KEY=VALUE with one of these keys: {', '.join(known)}")
         kept = [run for run in kept if str(_value(run, key)).lower() in wanted.lower().split(",")]
     if not kept:
-        raise ValueError(f"--where {' '.join(conditions)}: none of the {len(runs)} runs is so")
+        raise Refusal(f"--where {' '.join(conditions)}: none of the {len(runs)} runs is so")
     return kept
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from runner.config.values import Refusal
 from runner.measure.statistics import OVERHEAD
 from runner.output.columns import TABLE
 from runner.output.summary import add_gain_over_separate
@@ -43,7 +44,7 @@ def models_table(runs: Sequence[Run]) -> Table:
     """What a model takes and learns: a row for each of its runs."""
     runs = [run for run in runs if run.result.model or run.model]
     if not runs:
-        raise ValueError("--table models: none of these runs is of a model; use --table runs")
+        raise Refusal("--table models: none of these runs is of a model; use --table runs")
     measured = {title: cells for title, cells in _measured(runs).items() if title in ("peak memory a rank", *OF_MODELS)}
     return Table.of(_facts(runs) | measured, LEFT | {"status"}, failures(runs))
 

@@ -14,6 +14,8 @@ import pandas as pd
 import pytest
 
 from runner.app import Tally
+from runner.config.values import whole
+from runner.output import commands
 from runner.report import charts
 from tests.support.command import SMALL, environment, only, results_in, run, started_by
 from tests.support.composing import python
@@ -184,3 +186,10 @@ def test_a_folder_with_files_of_the_same_names_does_not_break_the_program(tmp_pa
         (tmp_path / name).write_text("raise RuntimeError('a file of the user was imported')\n")
     done = run(tmp_path, QUICK, cwd=tmp_path)
     assert done.returncode == 0 and only(tmp_path)["status"] == "ok", done.stderr
+
+
+def test_a_defect_is_no_refusal_and_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("sys.stdout", sys.stdout)  # which the command replaces
+    assert commands.exit_status(lambda: whole("seq_len", 0)) == 2
+    with pytest.raises(ValueError, match="invalid literal"):
+        commands.exit_status(lambda: int("no number"))

@@ -16,7 +16,7 @@ BAD = [
     ("kernel@foo=math", "every run has one kernel; write kernel=VALUE"),
     ("~phases", "every run has one phases; write phases=VALUE"),
     ("hydra.run.dir=x", "of Hydra's own keys only hydra.sweep.dir"),
-    ("topology=loopback", "Could not override 'topology'"),
+    ("topology=loopback", "topology=loopback: is a key of python -m runner.predict; leave it out, or give it there"),
     ("graphs=true", "graphs: is now replay; give replay=graphs for graphs=true"),
     ("seqlen=1024,2048", "seqlen: not a key that these choices have; did you mean"),
     ("+seqlen=1024", "seqlen: not a key that these choices have; did you mean"),

@@ -66,7 +66,7 @@ def test_json_in_a_script_can_not_end_it():
 
 
 def test_the_page_of_a_sweep_never_fails_it(tmp_path, monkeypatch):
-    assert page.at_end_of_sweep(tmp_path / "none").startswith("no report.html: ValueError: ")
+    assert page.at_end_of_sweep(tmp_path / "none").startswith("no report.html: Refusal: ")
     monkeypatch.setattr(charts, "missing", lambda: "no jinja2")
     assert page.at_end_of_sweep(tmp_path) == "no jinja2"
 
