@@ -41,7 +41,7 @@ SPREAD = {"time": ("datum.p10", "datum.p90")} | {
 # titles of fields under the mouse, where they are not the field's name
 FIELDS = {
     "label": "attention", "panel": "workload", "time": "ms", "p10": "p10 ms", "p90": "p90 ms", "tflops": "TFLOP/s",
-    "intensity": "FLOPs a byte", "local": "of one local call",
+    "intensity": "FLOPs a byte",
 }  # fmt: skip
 
 

@@ -28,8 +28,8 @@ def rows(runs, name):
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("h200-x4/speed", "time tflops roofline predicted memory errors phases"),
-        ("h200-x4/tree_scaling", "time tflops efficiency roofline memory errors phases"),
+        ("h200-x4/speed", "time tflops roofline predicted memory phases"),
+        ("h200-x4/tree_scaling", "time tflops efficiency roofline memory phases"),
         ("cpu-x2/model_sharded", "time tflops efficiency loss"),
     ],
 )
@@ -100,15 +100,6 @@ def test_time_is_shown_over_density_where_masks_of_one_workload_differ(tmp_path)
     points = rows(read([written(tmp_path, *values)]), "density")
     ideal = {row["density"]: (row["time"], row["ideal"]) for row in points}
     assert ideal == {0.5: (12.0, 12.0), 0.25: (9.0, 6.0), 0.125: (3.0, 3.0)}
-
-
-def test_errors_are_those_of_the_worst_run_of_each_variant_beside_a_local_call():
-    runs = stored("h200-x4/speed")
-    errors = [run.result.correctness.tensors["dq"] for run in runs if run.attention == "ulysses"]
-    worst, least = (choose(errors, key=lambda error: error.rel_l2) for choose in (max, min))
-    [row] = [row for row in rows(runs, "errors") if (row["label"], row["panel"]) == ("ulysses flash4", "dq")]
-    shown = worst.rel_l2, worst.local_rel_l2, least.rel_l2
-    assert [row["error"], row["local"], row["least"]] == [charts.short(x, 3) for x in shown]
 
 
 def test_predictions_are_drawn_where_the_rates_of_the_gpu_are_measured():
