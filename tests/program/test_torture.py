@@ -3,7 +3,6 @@ repeats a run. Checked after each trial: every run has one typed result, no othe
 and nothing ended in a traceback."""
 
 import random
-import re
 
 import pytest
 
@@ -46,26 +45,3 @@ def test_what_happens_to_a_run_at_random_is_handled(number, whole, tmp_path, req
 def test_command_lines_that_once_ended_wrongly_are_refused_in_a_line(arguments, tmp_path):
     ended = overrides.answer(arguments, tmp_path)
     assert ended.status == 2 and not overrides.wrong(ended)
-
-
-@pytest.mark.parametrize(
-    ("status", "err", "cpu_s", "wrong"),
-    [
-        (2, "invalid: x", 0.1, []),
-        (2, "", 0.1, ["no reason"]),
-        (2, "x", 1e3, ["of a CPU"]),
-        (1, "Traceback (most recent call last) KeyError", 0.1, ["a traceback"]),
-    ],
-)
-def test_wrong_ends_are_found(status, err, cpu_s, wrong):
-    reasons = overrides.wrong(program.Ended(status, "", err, cpu_s))
-    assert len(reasons) == len(wrong)
-    assert all(re.search(pattern, reason) for pattern, reason in zip(wrong, reasons, strict=True))
-
-
-def test_what_is_left_behind_is_found_and_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(program, "GONE_S", 0.5)
-    running = program.start(tmp_path, ["-c", "import time; time.sleep(60)"])
-    (wrong,) = program.left(tmp_path)
-    assert str(running.process.pid) in wrong and running.wait().status == -9
-    assert not program.left(tmp_path)

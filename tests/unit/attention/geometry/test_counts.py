@@ -31,12 +31,6 @@ def test_the_flops_of_the_ranks_sum_to_the_whole(name, world):
         assert sum(by_rank) == times * counts.forward_flops(shapes, counts.problem_pairs(problem)), problem
 
 
-def test_the_flops_of_a_decode_follow_its_shards():
-    # 10 keys on 4 ranks: 3, 3, 3 and 1; 4 B H D = 1024 FLOP a pair, two queries
-    assert counts.rank_flops(made("tree", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [6 * 1024] * 3 + [2 * 1024]
-    assert counts.rank_flops(made("ring_decode", 10, 4, mask=FULL, q_tokens=2), SHAPES) == [20 * 1024] * 4
-
-
 def test_a_block_moves_its_inputs_and_outputs_once():
     # 3, 3, 3 and 1 keys of 2 heads, k and v; q and out of one token, 8 heads
     problem = made("tree", 10, 4, FULL, 1)

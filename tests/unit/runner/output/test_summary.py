@@ -9,7 +9,7 @@ import pytest
 from runner import pack
 from runner.output import columns, display, summary
 from runner.record.result import Result
-from tests.support.recorded import files, measured, plain, refused, write
+from tests.support.recorded import files, measured, refused, write
 
 
 def row(value):
@@ -30,15 +30,6 @@ def test_a_row_of_the_summary_is_the_last_pass_of_the_slowest_rank():
     assert cells["tflops_per_device"] == pytest.approx(4 * 2 * 8 * 64 * 2048 * 2049 / 2 * 3.5 / 2 / 14e-3 / 1e12)
 
 
-def test_a_noisy_time_and_what_is_divided_by_one_are_marked():
-    value = measured("a")
-    value["timing"]["passes"]["forward"] |= {"median": 4.123, "iqr_over_median": 0.06}
-    value["baseline"] |= {"passes": {"total": 21.0}, "iqr_over_median": {"total": 0.2}}
-    cells, by_key = row(value), {column.key: column for column in columns.COLUMNS}
-    texts = [by_key[key].text(cells) for key in ("forward_ms", "total_ms", "baseline_ms", "speedup")]
-    assert texts == ["4.1!", "14.00", "21!", "1.5!"]
-
-
 def test_a_sweeps_files_have_a_row_for_every_run_the_failed_ones_with_their_reason(tmp_path):
     assert summary.summarize_sweep(tmp_path) == [] and files(tmp_path) == set()
     write(tmp_path / "a", measured("a") | {"environment": {"started_at": 2.0}})
@@ -52,18 +43,6 @@ def test_a_sweeps_files_have_a_row_for_every_run_the_failed_ones_with_their_reas
     lines = (tmp_path / "summary.md").read_text().splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "- `b`: oom: rank 1: 3 GiB asked" in lines
-
-
-def test_a_refused_runs_row_says_what_was_asked_as_far_as_it_is_of_the_right_type():
-    config = {
-        "attention": {"name": "tree", "reduce": "fused"}, "config": "decode_128k", "seq_len": 1024, "causal": False,
-        "world_size": "auto", "heads": True, "batch": "two", "seed": None, "dtype": "bf16",
-    }  # fmt: skip
-    cells = row(plain(status="unsupported", reason="no GPU", key="0", name="a", config=config))
-    assert {key: x for key, x in cells.items() if x is not None} == {
-        "name": "a", "status": "unsupported", "reason": "no GPU", "attention": "tree", "options": "reduce=fused",
-        "config": "decode_128k", "seq_len": 1024, "causal": False,
-    }  # fmt: skip
 
 
 def test_numbers_beyond_int64_are_named_in_the_reason_and_do_not_hinder_a_pack(tmp_path):

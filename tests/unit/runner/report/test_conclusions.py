@@ -4,7 +4,6 @@ import pytest
 
 from runner.report.conclusions import conclusions
 from runner.report.runs import read
-from tests.support.paths import RESULTS
 from tests.support.recorded import result, written
 
 
@@ -45,15 +44,6 @@ def test_a_time_without_a_spread_wins_nothing(tmp_path):
     assert "cannot be told apart" in texts(tmp_path, values)[0]
 
 
-@pytest.mark.parametrize(("commits", "method"), [("ab", "warmup"), ("aa", "profiler")])
-def test_runs_of_several_commits_or_methods_are_not_compared(tmp_path, commits, method):
-    values = [result("ring", 2.0), result("zigzag", 1.0)]
-    for value, commit in zip(values, commits, strict=True):
-        value["environment"]["git"] = {"commit": commit * 40, "dirty": False}
-    values[1]["experiment"]["timing"]["method"] = method
-    assert texts(tmp_path, values) == []
-
-
 def test_noise_names_the_worst_run(tmp_path):
     values = [result("ring", 2), result("zigzag", 1), result("ulysses", 1)]
     quiet = "No timed run is noisy: the interquartile range is 1.0% of the median, typically."
@@ -64,14 +54,3 @@ def test_noise_names_the_worst_run(tmp_path):
         "2 of 3 timed runs are noisy: the interquartile range is above 5% of the median, at most 700% in zigzag (S 32,768, W 4).",
         "In 1 run the times rose or fell while they were taken.",
     ]
-
-
-@pytest.mark.parametrize(
-    ("sweep", "expected"),
-    [
-        ("h200-x4/variants", "zigzag sdpa_cudnn is the fastest at W = 2: the next takes 1.04 times as long."),
-        ("h200-x1/kernels", "32 of 168 runs failed or could not be done."),
-    ],
-)
-def test_stored_results_give_their_known_conclusions(sweep, expected):
-    assert expected in [text for found in conclusions(read([RESULTS / sweep])).values() for text in found]

@@ -1,7 +1,5 @@
 """The panels appear where the runs call for them, and hold few rows."""
 
-import dataclasses
-
 import pytest
 
 from runner.measure import metrics
@@ -100,8 +98,3 @@ def test_time_is_shown_over_density_where_masks_of_one_workload_differ(tmp_path)
     points = rows(read([written(tmp_path, *values)]), "density")
     ideal = {row["density"]: (row["time"], row["ideal"]) for row in points}
     assert ideal == {0.5: (12.0, 12.0), 0.25: (9.0, 6.0), 0.125: (3.0, 3.0)}
-
-
-def test_predictions_are_drawn_where_the_rates_of_the_gpu_are_measured():
-    runs = [dataclasses.replace(run, gpu="another GPU") for run in stored("h200-x4/speed")]
-    assert rows(runs, "predicted") == []
