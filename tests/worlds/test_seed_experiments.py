@@ -39,15 +39,6 @@ PROMISED = {
         [*MODEL, "mode=training", "phases=table"],
         ("parameters", "loss over", "optimizer", "tokens/s", "comp_mlp", "comp_head", "comp_loss", "comp_optimizer"),
     ),
-    "an inference": (
-        [*MODEL, "mode=inference", "phases=table"],
-        ("parameters", "tokens/s", "comp_projections", "comp_mlp", "comp_head"),
-    ),
-    "dilated": (["+experiment=dilated", "attention=dilated_improved", "attention.mixing=longnet", *PAIRS, "world_size=1"], TIMES[:5]),
-    "a dilated layer": (
-        ["+experiment=dilated_suite", "attention=dilated_multihead", "mode=forward_backward", *PAIRS, "world_size=1"],
-        TIMES[:5],
-    ),
     "dilated over ranks": (["+experiment=dilated_ring", "attention.mixing=longnet", *PAIRS], TIMES[:5]),
 }  # fmt: skip
 
