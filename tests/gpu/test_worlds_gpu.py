@@ -93,6 +93,7 @@ DECODES = [
 ]
 
 
+@pytest.mark.gpu_smoke
 @pytest.mark.parametrize("world", WORLDS)
 def test_decode_matches_fp64(pool, world):
     common = {"heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": "bf16", "transport": "auto", "causal": False}

@@ -58,22 +58,17 @@ def start(kernel):
     return TritonLauncher(kernel, (5, 2), (7, (8, 9)), RIGHT=2, num_warps=4, LEFT=1)
 
 
-def test_a_second_start_hands_the_same_arguments_to_what_was_compiled(kernel, start):
-    """A number that changes within its kind compiles nothing."""
-    calls = [(tensors(), n) for n in (100, 100, 101, 3, 2**31 - 1)]
-    for (out, *parts), n in calls:
-        start(out, tuple(parts), changing=(n,))
-    assert kernel.compiled == 1
-    assert kernel.ran == [given(out, parts, n) for (out, *parts), n in calls]
-
-
 @pytest.mark.parametrize(
-    "other, n",
-    [(tensors(1), 100), (tensors(dtype=torch.bfloat16), 100), (tensors(), 1), (tensors(), 96), (tensors(), 2**31 + 4)],
-    ids=["address", "dtype", "one", "multiple of 16", "wide"],
+    "other, n, compiled",
+    [
+        *((tensors(), n, 1) for n in (101, 3, 2**31 - 1)),  # a number that changes within its kind
+        *((tensors(), n, 2) for n in (1, 96, 2**31 + 4)),  # one, a multiple of 16, a wide one
+        (tensors(1), 100, 2),
+        (tensors(dtype=torch.bfloat16), 100, 2),
+    ],
 )
-def test_what_triton_compiles_other_code_for_is_compiled_anew(kernel, start, other, n):
+def test_a_start_hands_its_arguments_to_what_was_compiled_for_their_kind(kernel, start, other, n, compiled):
     for (out, *parts), number in ((tensors(), 100), (other, n), (tensors(), 100), (other, n)):
         start(out, tuple(parts), changing=(number,))
         assert kernel.ran[-1] == given(out, parts, number)
-    assert kernel.compiled == 2
+    assert kernel.compiled == compiled

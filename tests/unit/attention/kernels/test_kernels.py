@@ -57,7 +57,11 @@ def able(name: str, q, k, v, dout, call: Call) -> Kernel:
 
 @every_kernel
 @pytest.mark.parametrize("mask", MASKS, ids=Band.describe)
-@pytest.mark.parametrize("sizes", [(515, 1021), (1000, 600), PACK, *[(5, 0), (0, 5)] * (not GPU)], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((515, 1021), marks=pytest.mark.gpu_smoke), (1000, 600), PACK, *[(5, 0), (0, 5)] * (not GPU)],
+    ids=str,
+)
 def test_a_kernel_matches_plain_attention_and_leaves_its_inputs(name, mask, sizes):
     """Also for rows, sequences and queries without keys."""
     given = case(mask, sizes)

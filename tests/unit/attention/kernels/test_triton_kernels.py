@@ -17,9 +17,7 @@ pytest.importorskip("triton")
 from attention.kernels.triton_decode import DecodeKernel, split_count
 from attention.kernels.triton_flash import TritonFlash
 from attention.kernels.triton_grouped import grouped_forward
-from attention.ops.merge import merge_n_triton
 from attention.reduction.grad_sum import sum_all
-from attention.reduction.parts import merge_n_eager
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -119,21 +117,6 @@ def test_decode_under_bands_with_softcap_and_value_heads_of_another_size(dtype, 
         k[:, :unseen] = v[:, :unseen] = torch.nan
     for splits in (None, 3):
         assert_close(decode((q, k, v), Call(0.3, mask, softcap=2.0), splits=splits), expected, dtype)
-
-
-# merging n parts
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=name_of)
-def test_many_parts_merge_in_one_kernel_as_in_fp64(dtype):
-    """Part 0 has no key for the first row, and no part has one for the last row."""
-    shapes = ((3, 4, 128), torch.float64, 0), ((4, 3), torch.float32, 1)
-    parts, lses = (normal(70, 2, *shape, dtype=kind, seed=seed, device=DEVICE) for shape, kind, seed in shapes)
-    lses[0, ..., 0] = lses[..., -1] = -torch.inf
-    parts, result, expected = parts.to(dtype), empty_result(parts[0].float()), empty_result(parts[0])
-    merge_n_eager(parts.double(), lses.double(), *expected)
-    merge_n_triton(parts, lses, *result)
-    assert_close(result, expected, torch.float32)
 
 
 # grouped

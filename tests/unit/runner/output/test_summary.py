@@ -57,7 +57,6 @@ def test_numbers_beyond_int64_are_named_in_the_reason_and_do_not_hinder_a_pack(t
 @pytest.mark.parametrize(
     ("title", "changes", "cells"),
     [
-        ("KV heads", [{"kv_heads": 2}, {"kv_heads": 4}], ["2", "4"]),
         ("sinks", [{}, {"sinks": True}], ["", "True"]),
         ("mask", [{}, {"named_mask": {"name": "chunked", "parameters": {"chunk": 512}}}], ["", "chunked(chunk=512)"]),
         ("sequences", [{"seqlens": [512, 512]}, {"seqlens": [64] * 16}], ["512,512", "16 sequences of 64 to 64, 64.0 on average"]),
