@@ -124,11 +124,6 @@ class Run:
         return tuple(getattr(self, key) for key in WORKLOAD)
 
     @property
-    def flops(self) -> float:
-        """Of the last pass, of all ranks."""
-        return self.row["flops"] or 0
-
-    @property
     def sparsity(self) -> float:
         """The share of the pairs that the mask removes from dense attention in its direction."""
         return (self.result.metrics.sparsity_ratio if self.result.metrics else None) or 0.0
@@ -138,11 +133,6 @@ class Run:
         """The times of dense attention, where that was the run's baseline, by pass."""
         baseline = self.result.baseline
         return baseline.passes if self.ok and baseline and baseline.kind == "dense" else {}
-
-    def exposed(self, which: str) -> float | None:
-        """The ms in which a pass of several ranks waits for communication."""
-        value: float | None = self.row[f"exposed_{which}_ms"]
-        return value if self.ok and (self.world_size or 0) > 1 else None
 
     @property
     def tflops(self) -> float | None:

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from runner.config.values import Refusal
 from runner.measure.statistics import OVERHEAD
-from runner.output.columns import TABLE
+from runner.output.columns import COLUMNS, TABLE, Column
 from runner.output.summary import add_gain_over_separate
 from runner.output.table import Table
-from runner.output.terminal import flop, gib
+from runner.output.terminal import flop
 from runner.record.fields import digits
 from runner.report.labels import labels, varying_options
-from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run
+from runner.report.runs import FACTS, WORKLOAD, Run
 from runner.report.scaling import scaling
-from runner.report.table import NOISY, counted, differing, fact, time
+from runner.report.table import NOISY, counted, differing, fact
 
-TIMED = (*PASSES[:2], "optimizer", PASSES[2])
-LATE = 0.05  # the time back to back is shown where it differs from the total by more than this share
+TIMED = ("forward_ms", "backward_ms", "optimizer_ms", "total_ms")
 GROUPED = ("forward_ms", "total_ms", "kv_read_bytes", "kv_bytes_saved", "speedup_over_separate")
 NUMBERS = ("world_size", "batch", "seq_len", "q_len", "heads", "head_dim", "dtype", "gpu")
 LEFT = {title for key, title in FACTS.items() if key not in NUMBERS}
 RATIO = "training / inference"  # of their times
-OF_MODELS = ("parameters", "tokens/s", "loss", RATIO)  # columns of a model's runs
+OF_MODELS = ("tokens_per_s", "parameters", "first_loss", "loss")
+MODELS = (
+    "peak memory a rank",
+    "parameters",
+    "tokens/s",
+    "first loss",
+    "last loss",
+    RATIO,
+)  # columns of `--table models`
 
 Columns = dict[str, list[str]]  # cells by title
 
@@ -45,7 +51,7 @@ def models_table(runs: Sequence[Run]) -> Table:
     runs = [run for run in runs if run.result.model or run.model]
     if not runs:
         raise Refusal("--table models: none of these runs is of a model; use --table runs")
-    measured = {title: cells for title, cells in _measured(runs).items() if title in ("peak memory a rank", *OF_MODELS)}
+    measured = {title: cells for title, cells in _measured(runs).items() if title in MODELS}
     return Table.of(_facts(runs) | measured, LEFT | {"status"}, failures(runs))
 
 
@@ -72,47 +78,28 @@ def _facts(runs: Sequence[Run]) -> Columns:
 
 
 def _measured(runs: Sequence[Run]) -> Columns:
+    """The measured columns of the page's table, those of models, and what is known beside other runs."""
     against, trained = scaling(runs), _training_ratios(runs)
-    timed = [(run.ms("total"), run.back_to_back) for run in runs]
-    late = any(total and other and abs(other - total) > LATE * total for total, other in timed)
-    masked = any(run.sparsity for run in runs)
+    models, masked = any(run.result.model for run in runs), any(run.sparsity for run in runs)
 
-    def gain(run: Run, key: str, format: str) -> str:
-        return f"{getattr(against[run], key):{format}}{against[run].mark}" if run in against else ""
+    def text(column: Column, run: Run) -> str:
+        gain, times = against.get(run), run.passes.get(column.key.removesuffix("_ms"))
+        if gain and column.key in ("speedup", "efficiency"):
+            return f"{column.format.format(getattr(gain, column.key))}{gain.mark}"
+        # one sample is the mean of many calls and has no spread
+        return (
+            f"{digits(times.median, times.noisy)} ({times.spread})" if times and times.n > 1 else column.text(run.row)
+        )
 
-    texts: dict[str, Callable[[Run], str]] = {
-        **{f"{which} ms (IQR)": partial(_median, which) for which in TIMED},
-        "back to back ms": lambda run: time(run, BACK_TO_BACK) if late else "",
-        "sparsity": lambda run: f"{run.sparsity:.1%}" if masked and run.row["sparsity_ratio"] is not None else "",
-        "FLOPs": lambda run: flop(run.flops) if masked else "",
-        rate_title(runs): lambda run: f"{run.tflops:.3g}" if (run.tflops or 1) < 0.1 else digits(run.tflops or 0),
-        "dense ms": lambda run: next((digits(ms) for ms in reversed(run.dense_ms.values())), ""),
-        "speedup": lambda run: gain(run, "speedup", ".2f"),
-        "efficiency": lambda run: gain(run, "efficiency", ".0%"),
-        **{f"exposed comm. {which} ms": partial(_exposed, which) for which in PASSES[:2]},
-        "peak memory a rank": lambda run: gib(run.result.peak_bytes or 0),
-        "parameters": lambda run: f"{run.result.model.parameters:,}" if run.result.model else "",
-        "tokens/s": lambda run: f"{run.row['tokens_per_s']:,.0f}" if run.result.model else "",
-        "loss": _loss,
-        RATIO: lambda run: f"{trained[run]:.2f}" if run in trained else "",
-    }
-    return {title: [text(run) if run.ok else "" for run in runs] for title, text in texts.items()}
-
-
-def _median(which: str, run: Run) -> str:
-    times = run.passes.get(which)
-    # one sample is the mean of many calls and has no spread
-    return f"{digits(times.median, times.noisy)}{f' ({times.spread})' if times.n > 1 else ''}" if times else ""
-
-
-def _exposed(which: str, run: Run) -> str:
-    ms = run.exposed(which)
-    return "" if ms is None else digits(ms)
-
-
-def _loss(run: Run) -> str:
-    curve = run.result.model.loss_curve if run.result.model else []
-    return f"{curve[0]:.4f} to {curve[-1]:.4f} ({len(curve)} steps)" if curve else ""
+    columns = {}
+    for column in COLUMNS:
+        if column.page and (column.page.shown or (models and column.key in OF_MODELS)):
+            title = rate_title(runs) if column.key == "tflops_per_device" else column.page.title
+            columns[title + " (IQR)" * (column.key in TIMED)] = [text(column, run) if run.ok else "" for run in runs]
+    if masked:
+        columns["sparsity"] = [f"{run.sparsity:.1%}" if run.ok else "" for run in runs]
+        columns["FLOPs"] = [flop(run.row["flops"]) if run.ok else "" for run in runs]
+    return columns | {RATIO: [f"{trained[run]:.2f}" if run in trained else "" for run in runs]}
 
 
 def _training_ratios(runs: Sequence[Run]) -> dict[Run, float]:
