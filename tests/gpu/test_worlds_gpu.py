@@ -5,7 +5,6 @@ import pytest
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
 from runner.config.rules.attention import PACKED
-from tests.jobs import numerics
 from tests.support import coverage
 from tests.support.cases import Case, assert_right
 from tests.support.gpus import need_one, worlds
@@ -71,11 +70,6 @@ def cases(name, world, chosen):
 )
 def test_variant_matches_fp64(pool, name, options, world):
     assert_right(pool, cases(name, world, options), "cuda")
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_unshard_inverts_shard(in_world, world):
-    assert all(in_world(numerics.round_trip, world, "cuda", names=SELF_ATTENTION, tokens=12 * world))
 
 
 REDUCTIONS = ("three", "two", "packed", "fused", None)

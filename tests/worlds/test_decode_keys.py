@@ -1,8 +1,7 @@
-"""Decodes whose batch elements have different numbers of keys, or share a prefix: counts, the gate, and refusals."""
+"""Decodes whose batch elements have different numbers of keys, or share a prefix: their pairs, FLOPs and bytes."""
 
 import pytest
 
-from runner.config.values import InvalidConfig
 from runner.measure import metrics
 from tests.support.composing import resolved
 
@@ -34,18 +33,3 @@ def test_a_ring_brings_the_keys_that_some_element_sees():
     run = resolved("attention=ring_decode", *SIZES, "kv_lengths=[20,3,0]", "causal=false", "world_size=4")
     received = metrics.compute(run, {"forward": 1.0}, None).passes["forward"].bytes_received_by_rank
     assert [each["kv"] // (3 * KV) for each in received] == [4, 16, 20, 20]
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["attention=ring", "kv_lengths=[1,2,3]"], "kv_lengths=[1,2,3]: attention=ring is no decode; use attention=ring_decode or tree"),
-        (["attention=tree", "kv_lengths=[1]"], "kv_lengths=[1]: must be a list of whole numbers, one for each of batch=3"),
-        (["attention=tree", "kv_lengths=[1,2,65]"], "kv_lengths=[1,2,65]: each must be from 0 to seq_len=64"),
-        (["attention=tree", "prefix=4", "window=[9,0]"], "prefix=4: a prefix takes no window and no mask"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_in_one_line(given, message):
-    with pytest.raises(InvalidConfig) as error:
-        resolved(*SIZES, *given)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)

@@ -100,7 +100,7 @@ GPU = torch.cuda.is_available()
 DTYPES = [torch.float32, torch.bfloat16, *[torch.float64, torch.float16] * GPU]
 
 
-@pytest.mark.parametrize("how", [pytest.param(merge if GPU else merge_triton, marks=pytest.mark.gpu if GPU else ())])
+@pytest.mark.parametrize("how", [pytest.param(merge if GPU else merge_triton, marks=[pytest.mark.gpu] * GPU)])
 @pytest.mark.parametrize("packed, head_dim", [(False, 64), (True, 80)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [(0, 50), (7, 45), (9, 9)], ids=str)

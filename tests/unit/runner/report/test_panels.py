@@ -62,13 +62,6 @@ def test_lines_that_are_too_many_for_their_colours_have_a_facet_for_each_variant
     assert {row["facet"] for row in kept} == facets and len({row["label"] for row in kept}) == lines
 
 
-def test_efficiency_is_over_the_world_size():
-    points = rows(stored("h200-x4/tree_scaling"), "efficiency")
-    assert {(row["facet"], row["over"], row["ideal"]) for row in points} == {
-        (f"S = {length:,}", world, 1) for length in (131072, 1048576) for world in (1, 2, 4)
-    }
-
-
 def test_the_roofline_has_no_point_far_above_its_ceilings():
     runs = stored("h200-x4/speed")
     points = rows(runs, "roofline")
