@@ -71,7 +71,7 @@ class Split:
     def sees(self, layer: LayerMask) -> dict[str, Any]:
         """The arguments of a call for what a layer sees. Raises ValueError for blocks that are not known."""
         if not layer.by_blocks or self.blocks == ():
-            mask = None if layer.chunk is None else chunks(layer.chunk, self.cu_seqlens or (0, self.shape[1]))
+            mask = None if layer.chunk is None else chunks(layer.chunk, self.cu_seqlens)
             return {"mask": mask, **of_band(layer.band)}
         if self.blocks is None:
             raise ValueError("tokens of an image see each other: give cp.shard the token_type_ids")
@@ -106,8 +106,10 @@ def of_band(band: Band | None) -> dict[str, Any]:
 
 @constant_in_graphs
 @lru_cache(maxsize=64)
-def chunks(chunk: int, cu_seqlens: tuple[int, ...]) -> Mask:
+def chunks(chunk: int, cu_seqlens: tuple[int, ...] | None) -> Mask:
     """Every document in chunks, whose tokens see no other chunk: a chunk begins anew with each document, as positions do."""
+    if cu_seqlens is None:
+        return masks.chunked(chunk)
     lengths = [min(chunk, stop - at) for start, stop in pairwise(cu_seqlens) for at in range(start, stop, chunk)]
     return masks.documents(lengths)
 

@@ -49,10 +49,7 @@ def config_of(text: str) -> Config:
     """Sizes, attention and matrices of what `loaded` returned."""
     fields = json.loads(text)["read"]
     by_layer = fields.pop("by_layer")
-    kinds = tuple(
-        Kind(masks.causal() if window is None else masks.sliding_window(window - 1), **how)
-        for window, how in fields.pop("kinds")
-    )
+    kinds = tuple(Kind(masks.make(name, **parameters), **how) for name, parameters, how in fields.pop("kinds"))
     return Config(layers=len(by_layer), counted=fields.pop("beside") + sum(by_layer), kinds=kinds, **fields)
 
 
@@ -65,7 +62,6 @@ def without_dropout(text: str) -> list[str]:
 @cache
 def _read(text: str, sizes: str, by_type: bool) -> str:
     import torch
-    from transformers import AutoModelForCausalLM
 
     from attention.huggingface import context_parallel
     from attention.huggingface.model import check_tokens
@@ -78,7 +74,7 @@ def _read(text: str, sizes: str, by_type: bool) -> str:
             setattr(config, name, 0.0)
             zeroed.append(name)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = model_of(config)
     try:
         context_parallel(model, "dense")  # what it refuses, a run would
         check_tokens(model)
@@ -88,12 +84,40 @@ def _read(text: str, sizes: str, by_type: bool) -> str:
     return json.dumps({"config": config.to_dict(), "read": read, "zeroed": zeroed}, sort_keys=True, default=str)
 
 
+def model_of(config: Any) -> Any:
+    """A model of text with random weights that has logits for each token. Where only a model of images, too, has them, its
+    other parts are left out."""
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMaskedLM
+
+    from attention.huggingface.model import language_model
+
+    of_text, _, suffix = config.model_type.rpartition("_")
+    kind = next((x for x in (AutoModelForCausalLM, AutoModelForMaskedLM) if type(config) in x._model_mapping), None)
+    if kind or suffix != "text":
+        return (kind or AutoModelForCausalLM).from_config(config)
+    whole = AutoConfig.for_model(of_text, text_config=config.to_dict())
+    for name in ("depth", "num_hidden_layers"):
+        if hasattr(whole.vision_config, name):
+            setattr(whole.vision_config, name, 1)
+    model = AutoModelForImageTextToText.from_config(whole)
+    language = language_model(model)
+    for name, part in [*model.base_model.named_children()]:
+        if part is not language:
+            setattr(model.base_model, name, nn.Identity())
+    return model
+
+
 def _configuration(given: dict[str, Any], sizes: dict[str, Any]) -> Any:
     """A configuration of transformers with other sizes. Raises InvalidConfig for a size that its models do not have."""
     from transformers import AutoConfig, logging
 
     logging.set_verbosity_error()  # else it tells of each default that a smaller model does not fit
-    kind = type(AutoConfig.for_model(given["model_type"]))
+    defaults = AutoConfig.for_model(given["model_type"])
+    if (text := defaults.get_text_config()) is not defaults:  # of a model with other modalities that of the text
+        given = given.get("text_config") or {}
+        given = {"model_type": text.model_type} | given
+    kind = type(text)
     known = _known(kind)
     if "num_key_value_heads" not in known and sizes.get("kv_heads") == sizes.get("heads"):
         sizes.pop("kv_heads", None)
@@ -124,7 +148,8 @@ def _sizes(config: Any, model: Any) -> dict[str, Any]:
     if missing:
         raise ValueError(f"{type(config).__name__} has no {', '.join(missing)}")
     layers, heads, hidden = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
-    modules = {x.layer_idx: x for _, x in model.named_modules() if hasattr(x, "layer_idx") and hasattr(x, "scaling")}
+    layered = [x for x in model.modules() if hasattr(x, "layer_idx")]
+    modules = {x.layer_idx: x for x in layered if hasattr(x, "scaling") or hasattr(x, "is_causal")}
     dims = {"head_dim": getattr(modules.get(0), "head_dim", None) or hidden // heads, "v_head_dim": None}
     kv_heads = heads
     if "num_key_value_heads" in _known(type(config)):
@@ -150,20 +175,28 @@ def _sizes(config: Any, model: Any) -> dict[str, Any]:
 
 
 def _kinds(config: Any, modules: dict[int, Any], layers: int, head_dim: int) -> list[Any]:
-    """Of each layer its window (None: it has none) and the other fields of its `Kind`. modules: its attention."""
+    """Of each layer the name and the parameters of its mask and the other fields of its `Kind`. modules: its attention."""
     window = getattr(config, "sliding_window", None)
     if getattr(config, "use_sliding_window", None) is False:
         window = None
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
     found = []
     for i, kind in enumerate(types[:layers]):
-        scale = getattr(modules.get(i), "scaling", None)
+        module = modules.get(i)
+        scale = getattr(module, "scaling", None)
         how = {
-            "sinks": hasattr(modules.get(i), "sinks"),
+            "sinks": hasattr(module, "sinks"),
             "softcap": getattr(config, "attn_logit_softcapping", None),
             "scale": None if scale is None or abs(scale * head_dim**0.5 - 1) < 1e-6 else scale,
         }
-        found.append((window if kind == "sliding_attention" else None, how))
+        # an encoder's window is that of its module, which counts the query
+        causal = getattr(module, "is_causal", True)
+        size = window if causal else getattr(module, "sliding_window", None)
+        left = size - 1 if size and kind == "sliding_attention" else -1
+        mask: tuple[str, dict[str, int]] = "sliding_window", {"left": left, "right": 0 if causal else left}
+        if kind == "chunked_attention":
+            mask = "chunked", {"chunk": config.attention_chunk_size}
+        found.append((*mask, how))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from attention.huggingface.batch import Split
 from attention.huggingface.masks import LayerMask
 from attention.masks.band import FULL
 from attention.masks.mask import Banded
+from runner.config.huggingface import model_of
 from runner.config.values import UnsupportedHere
 from runner.models import Batch, Config
 from runner.models.transformer import PROJECTIONS
@@ -27,7 +29,7 @@ class Decoder(nn.Module):
     attends otherwise than `config` says: its FLOPs would be those of another model."""
 
     def __init__(self, text: str, config: Config, fn: ContextParallel, recompute: bool, dtype: torch.dtype):
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
         from attention.huggingface import context_parallel
 
@@ -36,7 +38,7 @@ class Decoder(nn.Module):
         if getattr(sizes, "layer_types", None):
             sizes.layer_types = sizes.layer_types[: config.layers]
         sizes.num_hidden_layers = config.layers
-        self.model = AutoModelForCausalLM.from_config(sizes).train()
+        self.model = model_of(sizes).train()
         if dtype == torch.float64 and hasattr(self.model, "set_experts_implementation"):
             self.model.set_experts_implementation("eager")  # grouped products have no fp64
         if recompute:
@@ -62,8 +64,10 @@ class Decoder(nn.Module):
         shape = len(batch.ids), self.config.context
         split = CheckedSplit(self.cp.fn, shape, positions=batch.positions, config=self.config)
         inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "context_parallel": split}
+        if "use_cache" in signature(self.model.forward).parameters:
+            inputs["use_cache"] = False
         try:
-            return self.model(**inputs, use_cache=False).logits
+            return self.model(**inputs).logits
         except ValueError as error:
             raise UnsupportedHere(f"model=hf: {error}") from None
 

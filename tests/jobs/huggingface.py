@@ -40,7 +40,7 @@ CHUNKS = {
 }  # fmt: skip
 ENCODER = dict.fromkeys((f"{x}_token_id" for x in ("pad", "bos", "eos", "cls", "sep")), 0) | {"hidden_size": 64}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
-MROPE = {"hidden_size": 64, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+MROPE = {"hidden_size": 64, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
@@ -51,14 +51,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert": ("ModernBert", ENCODER | WINDOWS),
     "gemma3_encoder": ("Gemma3", WINDOWS | {"use_bidirectional_attention": True}),
     "gemma3_images": ("Gemma3", {"text_config": SHAPE | WINDOWS, "vision_config": VISION}),
-    "qwen2_vl": ("Qwen2VL", {"text_config": SHAPE | MROPE, "vision_config": VISION}),
+    "qwen2_vl": ("Qwen2VL", {"text_config": SHAPE | MROPE, "vision_config": VISION, "vision_start_token_id": 1}),
     "deepseek_v3": ("DeepseekV3", LATENT | EXPERTS),
     "deepseek_v2": ("DeepseekV2", LATENT | EXPERTS | PUBLISHED),
 }
 
 TEXT = {"Gemma3", "Llama4"}  # whose configuration has other modalities, too
 MASKED = {"modernbert"}
-NEW = {"modernbert", "gemma3_encoder", "gemma3_images"}  # which before transformers 5 attend otherwise
+# before transformers 5, experts of Llama 4 mix tokens, and the others attend otherwise
+NEW = {"llama4", "modernbert", "gemma3_encoder", "gemma3_images"}
 
 
 def model_of(kind: str, **options: Any) -> Any:

@@ -53,7 +53,7 @@ FORMS = [
 @pytest.mark.parametrize(("kind", "world", "cases"), FORMS, ids=[f"{kind}-{world}" for kind, world, _ in FORMS])
 def test_padding_embeddings_images_and_their_positions_give_the_loss_of_one_rank(in_world, kind, world, cases):
     if kind in jobs.NEW and transformers.__version__ < "5":
-        pytest.skip(f"before transformers 5, {kind} has other masks")
+        pytest.skip(f"before transformers 5, {kind} is another model")
     assert max(in_world(jobs.trained, world, kind=kind, cases=cases)) < 5e-6
 
 
@@ -95,7 +95,7 @@ def test_a_trainer_in_bf16_takes_the_steps_of_one_rank(in_world, tmp_path):
     assert in_world(jobs.by_trainer, 2, folder=str(tmp_path)) < 3e-2
 
 
-@pytest.mark.parametrize("kind", kinds("llama", without=("llama4", "modernbert", "gemma3_encoder")))
+@pytest.mark.parametrize("kind", kinds("llama", without=("llama4", "modernbert", "gemma3_encoder", "qwen2_vl")))
 def test_generation_with_a_sharded_cache_gives_the_same_tokens(in_world, kind):
     for same, error, held in in_world(jobs.generated, 2, kind=kind):
         assert same and error < 5e-6 and held == 11  # of 13 + 8 tokens

@@ -18,7 +18,7 @@ from runner.config.values import InvalidConfig, UnsupportedHere  # noqa: E402
 from runner.measure.huggingface import Decoder  # noqa: E402
 from runner.models import shard  # noqa: E402
 from tests.jobs import models  # noqa: E402
-from tests.jobs.huggingface import MODELS, SHAPE  # noqa: E402
+from tests.jobs.huggingface import MODELS, MROPE, SHAPE  # noqa: E402
 from tests.support.composing import resolved  # noqa: E402
 
 RUN = ("model=hf", "hardware=cpu", "world_size=2", "batch=2", "seq_len=64", "dtype=fp32")
@@ -36,6 +36,10 @@ TYPES = {
     "gpt_oss": MODELS["gpt_oss"][1],
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4},
+    "llama4_text": MODELS["llama4"][1] | {"num_experts_per_tok": 2},  # it computes both
+    "modernbert": MODELS["modernbert"][1],
+    "gemma3_encoder": MODELS["gemma3_encoder"][1] | {"model_type": "gemma3_text"},
+    "qwen2_vl_text": MROPE,
     "deepseek_v2": MODELS["deepseek_v3"][1],
     "deepseek_v3": MODELS["deepseek_v3"][1] | {"num_hidden_layers": 3},
     "gpt2": {"n_inner": 48},
@@ -54,10 +58,11 @@ def config(tmp_path):
     """The file of a tiny model by its type, without the dropouts that the type has by default."""
 
     def written(kind, dropout=False, **more):
-        defaults = transformers.AutoConfig.for_model(kind).to_dict()
+        of = TYPES[kind].get("model_type", kind)
+        defaults = transformers.AutoConfig.for_model(of).to_dict()
         dropouts = {name: 0.0 for name, x in defaults.items() if x and ("dropout" in name or name.endswith("_pdrop"))}
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
-        about = SHAPE | tokens | {"vocab_size": 256, "model_type": kind} | TYPES[kind] | more
+        about = SHAPE | tokens | {"vocab_size": 256, "model_type": of} | TYPES[kind] | more
         path = tmp_path / f"{kind}.json"
         path.write_text(json.dumps(about | ({} if dropout else dropouts)))
         return f"model.config={path}"

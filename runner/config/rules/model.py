@@ -86,7 +86,8 @@ def filled(cfg: DictConfig, chosen: Model | None) -> DictConfig:
 def _take(cfg: DictConfig, mask: Mask) -> None:
     """Makes the mask that of the call."""
     if mask.band is not None:
-        cfg.window = [mask.band.left, -1]  # every preset is causal
+        cfg.causal = mask.band.right == 0
+        cfg.window = [mask.band.left, -1 if cfg.causal else mask.band.right]
     elif isinstance(mask, FamilyMask):
         cfg.causal = False
         OmegaConf.update(cfg, "mask", {"name": mask.name, **dict(mask.parameters)}, merge=False, force_add=True)
