@@ -85,10 +85,6 @@ class Rank:
         dist.broadcast_object_list(box, src=0, group=self.control)
         return box[0]
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-
     def barrier(self) -> None:
         dist.barrier(group=self.control)
 
