@@ -35,6 +35,7 @@ from attention.huggingface.batch import (
     split_of,
 )
 from attention.huggingface.masks import Function, LayerMask, in_graph, layer_mask
+from attention.huggingface.trainer import prepared
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -176,6 +177,12 @@ class HuggingFace:
         if not self.fn.variant.decode:
             raise ValueError(f"{self.fn.variant.name} is no decode: context_parallel(model, 'tree') is")
         return ShardedCache(self.fn, self.model.config.get_text_config().num_hidden_layers, tokens)
+
+    def prepare(self, trainer: Any) -> Any:
+        """The Trainer of transformers itself: it trains, evaluates and predicts with this model as on one rank, with DDP or FSDP. All
+        ranks of the group get the same rows. Of an Accelerator only the data loaders that it prepares change. Raises ValueError for
+        arguments of the Trainer that would break this."""
+        return prepared(self, trainer)
 
     def reduce_gradients(self) -> None:
         """Sums the gradients over the ranks, once per optimizer step. FSDP and DDP over these ranks do so by themselves, but to
