@@ -45,7 +45,9 @@ def check_trainer(cp: Any, trainer: Any) -> None:
     if trainer.compute_loss_func is not None:
         raise ValueError("compute_loss_func: it would get one rank's logits; leave it out, the model has a loss")
     if trainer.model_init is not None or all(module is not cp.model for module in trainer.model.modules()):
-        raise ValueError("the Trainer's model is not this one; give Trainer the model of context_parallel, and no model_init")
+        raise ValueError(
+            "the Trainer's model is not this one; give Trainer the model of context_parallel, and no model_init"
+        )
     config = getattr(trainer.accelerator, "parallelism_config", None)
     if config is not None and config.non_data_parallel_size > 1:
         raise ValueError(
@@ -103,6 +105,7 @@ class SharedTrainer:
     """A mixin of a Trainer. A rank's loss is such that the mean over all ranks is the loss of one rank."""
 
     cp: Any
+    args: Any
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -114,9 +115,9 @@ def given(model: Any, form: str | None) -> dict[str, torch.Tensor]:
 
 
 @cache
-def alone(kind: str, form: str | None) -> list[torch.Tensor]:
+def alone(kind: str, form: str | None, **options: Any) -> list[torch.Tensor]:
     """(loss, logits, gradients) of transformers' own attention, each document by itself."""
-    model = model_of(kind)
+    model = model_of(kind, **options)
     model.set_attn_implementation("eager")
     batch = given(model, form)
     labels = batch.pop("labels")
@@ -150,8 +151,10 @@ def trained(
     me: Rank, kind: str, cases: list[tuple[str, str | None]], recompute: bool = False, autocast: bool = False
 ) -> list[float]:
     """For each case (variant, form) the largest relative error of loss, logits and gradients. All are sharded
-    before the first is computed, by functions that share the model."""
-    model = model_of(kind)
+    before the first is computed, by functions that share the model. Under autocast all experts are chosen: which two a router
+    prefers may depend on the rounding."""
+    options = {"num_experts_per_tok": 4} if autocast else {}
+    model = model_of(kind, **options)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
@@ -166,32 +169,14 @@ def trained(
         cp.reduce_gradients()
         loss = out.loss.detach().clone()
         dist.all_reduce(loss)
-        errors.append(worst([loss, cp.unshard(out.logits, batch), *gradients_of(model)], alone(kind, form)))
+        results = [loss, cp.unshard(out.logits, batch), *gradients_of(model)]
+        errors.append(worst(results, alone(kind, form, **options)))
     return [max(x) for x in zip(*me.gather(errors), strict=True)]
 
 
 def options_of(variant: str, form: str | None) -> dict[str, Any]:
     tokens = sum(DOCUMENTS[form]) if form in DOCUMENTS else TOKENS
     return {"tokens": tokens, "mask": masks.causal()} if variant == "balanced" else {}
-
-
-def fully_sharded(me: Rank) -> float:
-    """The largest relative error of a gradient under FSDP2 over data-parallel times context-parallel ranks, each group of
-    the latter with a row of the batch."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
-    everyone = mesh["data", "context"]._flatten("everyone")
-    model = model_of("llama")
-    cp = context_parallel(model, "zigzag", mesh["context"].get_group())
-    for layer in (*model.model.layers, model):
-        fully_shard(layer, mesh=everyone)
-    batch, row = batch_of(None), mesh["data"].get_local_rank()
-    labels = int((batch["labels"][:, 1:] >= 0).sum())
-    mine = {name: x[row : row + 1] for name, x in batch.items()}
-    (me.world * model(**cp.shard(**mine, num_items_in_batch=labels)).loss).backward()
-    return worst([x.grad.full_tensor() for x in model.parameters()], alone("llama", None)[2:])
 
 
 def used_by_one_rank(me: Rank) -> list[float | None]:
@@ -269,29 +254,163 @@ def generated(me: Rank, kind: str, rows: int = ROWS, **options: Any) -> list[Any
     return me.gather([same, rel(*map(torch.stack, (out.logits, exact.logits))), held])
 
 
-def by_trainer(me: Rank, folder: str) -> float:
-    """The relative error of the parameters' change in two steps of a Trainer with bf16=True, against a loop under autocast."""
-    model, other = model_of("llama"), model_of("llama")
-    before = torch.cat([x.detach().flatten() for x in model.parameters()])
-    data = [{"input_ids": x, "labels": y} for x, y in zip(*batch_of(None).values(), strict=True)]
-    cp = context_parallel(model, "zigzag")
+def stepped(
+    me: Rank, way: str, extra: str = "", kind: str = "llama", shared: int | None = None, folder: str = ""
+) -> list[float]:
+    """What two steps of training give, each of two batches of two packed documents: by step the loss and the norm of all gradients,
+    and all parameters at last; from a Trainer also what it evaluates, predicts and generates. shared: so many ranks share rows,
+    by default all; one has transformers' own attention."""
+    from torch.distributed.device_mesh import init_device_mesh
 
-    class Trainer(transformers.Trainer):
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(data, ROWS // 2)  # the same rows on every rank
+    model = tuned = model_of(kind)
+    model.config.use_cache = False  # with a cache, transformers' own attention does not separate documents
+    groups, cp = me.world // (shared := shared or me.world), None
+    if extra == "PEFT before":
+        tuned = lora(model)
+    if shared > 1:
+        mesh = init_device_mesh("cpu", (groups, shared), mesh_dim_names=("data", "context"))
+        cp = context_parallel(tuned, "zigzag", mesh["context"].get_group())
+    if extra == "PEFT after":
+        tuned = lora(model)
+    lengths = 11, 23, 7, 19, 5, 29, 13, 16
+    data = [{"input_ids": [(7 * n + i * i) % VOCABULARY for i in range(n)]} for n in lengths]
+    if way == "Trainer":
+        results = by_trainer(cp, tuned, data, groups, folder, **HOW.get(extra, {}))
+    else:
+        results = by_loop(me, cp, tuned, data, groups, way, extra)
+    return results + [x for p in model.parameters() for x in whole(p.detach()).flatten().tolist()]
 
-        def compute_loss(self, model: Any, inputs: Any, *unused: Any, **given: Any) -> Any:
-            return cp.fn.world * model(**cp.shard(**inputs)).loss  # DDP takes the mean
 
-    how = {"learning_rate": 0.1, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0}
-    quiet = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_strategy": "no"}
-    args = transformers.TrainingArguments(folder, bf16=True, use_cpu=True, num_train_epochs=1, **how, **quiet)
-    Trainer(model, args).train()
-    optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    for row in data:
-        with torch.autocast("cpu", torch.bfloat16):
-            other(**{name: x[None] for name, x in row.items()}).loss.backward()
+def lora(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(1)
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+
+
+def whole(x: Any) -> torch.Tensor:
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+# Arguments of a Trainer
+HOW: dict[str, dict[str, Any]] = {
+    "autocast": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+    "compile": {"torch_compile": True, "torch_compile_backend": "eager"},
+    "mean of ranks": {"average_tokens_across_devices": False},
+}
+
+
+def by_trainer(cp: Any, model: Any, data: list[Any], groups: int, folder: str, **how: Any) -> list[float]:
+    """Losses, norms, losses of evaluation, each by step; logits of predictions; the parameters that were saved; tokens generated
+    after each step, but not in bf16, where they may flip."""
+    from safetensors.torch import load_file
+
+    tokens: list[int] = []
+
+    class Generation(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, *unused: Any, model: Any, **others: Any) -> None:
+            options = {}
+            if cp:
+                options["past_key_values"] = context_parallel(model, "tree", cp.fn.group).cache(tokens=12)
+            ids = torch.arange(1, 9)[None]
+            new = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True, **options)
+            tokens.extend([] if args.bf16 else new[0].tolist())
+
+    how |= {
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "num_train_epochs": 1,
+        "save_steps": 2,
+    }
+    how |= {"logging_steps": 1, "eval_steps": 1, "eval_strategy": "steps", "report_to": "none", "disable_tqdm": True}
+    how |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2 // groups, "use_cpu": True}
+    args = transformers.TrainingArguments(folder, per_device_eval_batch_size=4 // groups, **how)
+    collator = transformers.DataCollatorWithFlattening()
+    trainer = transformers.Trainer(
+        model, args, collator, train_dataset=data, eval_dataset=data[:4], callbacks=[Generation()]
+    )
+    if cp:
+        cp.prepare(trainer)
+    trainer.train()
+    logits = trainer.predict(data[4:]).predictions
+    names = "loss", "grad_norm", "eval_loss"
+    steps = [step[name] for name in names for step in trainer.state.log_history if name in step]
+    (saved,) = Path(folder, "checkpoint-2").glob("*model.safetensors")
+    parameters = torch.cat([x.flatten() for _, x in sorted(load_file(saved).items())]).tolist()
+    return [*steps, *logits[logits != -100].tolist(), *parameters, *tokens]
+
+
+def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: str, extra: str) -> list[float]:
+    """Losses and norms by step."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    loader = torch.utils.data.DataLoader(data, 2, collate_fn=transformers.DataCollatorWithFlattening())
+    batches = list(loader)
+    numbers = [sum(int((x["labels"] >= 0).sum()) for x in batches[i : i + 2]) for i in (0, 2)]  # of all ranks in a step
+    batches = batches[me.rank * groups // me.world :: groups]
+    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    if extra == "checkpointing":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if way == "FSDP2":
+        for module in (*layers, model):
+            fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    if way == "DDP":
+        model = DistributedDataParallel(model)
+    if accelerated := way.startswith("accelerate"):
+        accelerator = accelerator_of(way, extra)
+        if cp:
+            cp.prepare(accelerator)
+        loader, model, optimizer = accelerator.prepare(loader, model, optimizer)
+        batches = list(loader)
+    if extra == "compile":
+        model = torch.compile(model, backend="eager", fullgraph=way == "own loop")
+    results = []
+    for number in numbers:
+        total = torch.zeros(())
+        for batch in [batches.pop(0) for _ in range(2 // groups)]:
+            batch |= {"num_items_in_batch": number}
+            with torch.autocast("cpu", torch.bfloat16, enabled=extra == "autocast" and not accelerated):
+                loss = model(**cp.shard(**batch) if cp else batch).loss
+            loss = loss if way == "own loop" else me.world * loss
+            (accelerator.backward if accelerated else torch.Tensor.backward)(loss)
+            total += loss.detach()
+        if cp and way == "own loop":
+            cp.reduce_gradients()
+        dist.all_reduce(total)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    changes = [torch.cat([x.detach().flatten() for x in m.parameters()]) - before for m in (model, other)]
-    return rel(*changes)
+        results += [float(total) / (1 if way == "own loop" else me.world), float(whole(norm))]
+    return results
+
+
+def accelerator_of(way: str, extra: str) -> Any:
+    """An Accelerator, whose state is of the process. Without GPUs it does not choose FSDP by itself."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if extra == "autocast" else "no")
+    if way == "accelerate, FSDP2":
+        options: dict[str, Any] = {
+            "auto_wrap_policy": "transformer_based_wrap",
+            "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
+        }
+        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+        if extra == "autocast":  # the parameters are cast, too
+            accelerator.state.fsdp_plugin.set_mixed_precision("bf16")
+        accelerator.state.distributed_type = "FSDP"
+    return accelerator
+
+
+def apart(me: Rank) -> list[str]:
+    """By rank, the refusal of an Accelerator whose groups have every other rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "data"))
+    cp = context_parallel(model_of("llama"), "ring", mesh["context"].get_group())
+    return me.gather(refusal(cp.prepare, trainer=accelerator_of("accelerate", "")))

@@ -63,11 +63,6 @@ def test_every_variant_attends_by_rows_and_packed_on_one_model(in_world):
     assert [case for case, error in zip(cases, errors, strict=True) if error > 5e-6] == []
 
 
-@pytest.mark.nightly
-def test_fsdp_sums_the_gradients_of_data_and_context_parallel_ranks(in_world):
-    assert in_world(jobs.fully_sharded, 4) < 5e-6
-
-
 def test_gradients_that_some_ranks_lack_are_summed_and_those_of_none_stay_none(in_world):
     assert in_world(jobs.used_by_one_rank, 2) == [1.0, 2.0, None]
 
@@ -89,10 +84,69 @@ def test_autocast_gives_the_loss_and_gradients_of_one_rank_in_bf16(in_world, kin
     assert max(in_world(jobs.trained, 2, kind=kind, cases=[("ring", None)], autocast=True)) < 0.1
 
 
-@pytest.mark.nightly
-def test_a_trainer_in_bf16_takes_the_steps_of_one_rank(in_world, tmp_path):
+def steps(in_world, world_size, tmp_path, **options):
+    """What one rank, and what so many ranks, get from two steps of training."""
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
-    assert in_world(jobs.by_trainer, 2, folder=str(tmp_path)) < 3e-2
+    pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
+    folders = (str(tmp_path / str(ranks)) for ranks in (1, world_size))
+    shared = options.pop("shared", None)
+    alone = in_world(jobs.stepped, 1, folder=next(folders), **options)
+    return alone, in_world(jobs.stepped, world_size, folder=next(folders), shared=shared, **options)
+
+
+# The table in docs/library.md
+WAYS = ["own loop", "DDP", "FSDP2", "accelerate", "accelerate, FSDP2", "Trainer"]
+EXTRAS = [
+    "",
+    "autocast",
+    "checkpointing",
+    "PEFT before",
+    "PEFT after",
+    pytest.param("compile", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_train_as_one(in_world, tmp_path, way, extra):
+    alone, both = steps(in_world, 2, tmp_path, way=way, extra=extra, kind="qwen3" if way == "Trainer" else "llama")
+    assert both == pytest.approx(alone, abs=2e-2 if extra == "autocast" else 2e-6)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_two_by_two_ranks_train_as_one(in_world, tmp_path, way):
+    alone, all_ranks = steps(in_world, 4, tmp_path, way=way, shared=2)
+    assert all_ranks == pytest.approx(alone, abs=2e-6)
+
+
+def test_a_trainer_that_takes_each_ranks_mean_trains_as_one_rank(in_world, tmp_path):
+    alone, both = steps(in_world, 2, tmp_path, way="Trainer", extra="mean of ranks")
+    assert both == pytest.approx(alone, abs=2e-6)
+
+
+@pytest.mark.nightly
+def test_ranks_that_share_rows_must_be_neighbours(in_world):
+    assert all("must be neighbours" in message for message in in_world(jobs.apart, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "message"),
+    [
+        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: .*set it to 0"),
+        ({}, {"compute_loss_func": max}, "compute_loss_func: .*leave it out"),
+        (
+            {},
+            {"model": None, "model_init": lambda: jobs.model_of("llama")},
+            "give Trainer the model of context_parallel",
+        ),
+    ],
+)
+def test_a_trainer_that_would_compute_from_one_ranks_tokens_is_refused(cp, tmp_path, arguments, given, message):
+    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
+    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **arguments)
+    with pytest.raises(ValueError, match=message):
+        cp.prepare(transformers.Trainer(**{"model": cp.model, "args": args} | given))
 
 
 @pytest.mark.parametrize("kind", kinds("llama", without=("llama4", "modernbert", "gemma3_encoder", "qwen2_vl")))
