@@ -37,7 +37,7 @@ PUBLISHED = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
 WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}
 CHUNKS = {
     "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 7, "intermediate_size_mlp": 32,
-    "num_local_experts": 2, "no_rope_layers": [1, 0], "floor_scale": 8,
+    "num_local_experts": 4, "no_rope_layers": [1, 0], "floor_scale": 8,
 }  # fmt: skip
 ENCODER = dict.fromkeys((f"{x}_token_id" for x in ("pad", "bos", "eos", "cls", "sep")), 0) | {"hidden_size": 64}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
@@ -147,17 +147,12 @@ def worst(results: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return max(rel(x, y) for x, y in zip(results, exact, strict=True) if x.any() or y.any())
 
 
-def trained(
-    me: Rank, kind: str, cases: list[tuple[str, str | None]], recompute: bool = False, autocast: bool = False
-) -> list[float]:
+def trained(me: Rank, kind: str, cases: list[tuple[str, str | None]], autocast: bool = False) -> list[float]:
     """For each case (variant, form) the largest relative error of loss, logits and gradients. All are sharded
     before the first is computed, by functions that share the model. Under autocast all experts are chosen: which two a router
     prefers may depend on the rounding."""
     options = {"num_experts_per_tok": 4} if autocast else {}
     model = model_of(kind, **options)
-    if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        model.train()
     functions = [context_parallel(model, variant, **options_of(variant, form)) for variant, form in cases]
     batches = [cp.shard(**given(model, form)) for cp, (_, form) in zip(functions, cases, strict=True)]
     errors = []
@@ -254,24 +249,24 @@ def generated(me: Rank, kind: str, rows: int = ROWS, **options: Any) -> list[Any
     return me.gather([same, rel(*map(torch.stack, (out.logits, exact.logits))), held])
 
 
-def stepped(
-    me: Rank, way: str, extra: str = "", kind: str = "llama", shared: int | None = None, folder: str = ""
-) -> list[float]:
+def stepped(me: Rank, way: str, extra: str, kind: str, folder: str) -> list[float]:
     """What two steps of training give, each of two batches of two packed documents: by step the loss and the norm of all gradients,
-    and all parameters at last; from a Trainer also what it evaluates, predicts and generates. shared: so many ranks share rows,
-    by default all; one has transformers' own attention."""
+    and all parameters at last; from a Trainer also what it evaluates, predicts, saves and generates. Each two ranks share rows; one
+    rank has transformers' own attention."""
+    from peft import LoraConfig, get_peft_model
     from torch.distributed.device_mesh import init_device_mesh
 
     model = tuned = model_of(kind)
     model.config.use_cache = False  # with a cache, transformers' own attention does not separate documents
-    groups, cp = me.world // (shared := shared or me.world), None
+    groups, cp = (me.world + 1) // 2, None
+    low_rank = LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     if extra == "PEFT before":
-        tuned = lora(model)
-    if shared > 1:
-        mesh = init_device_mesh("cpu", (groups, shared), mesh_dim_names=("data", "context"))
+        tuned = get_peft_model(model, low_rank)
+    if me.world > 1:
+        mesh = init_device_mesh("cpu", (groups, 2), mesh_dim_names=("data", "context"))
         cp = context_parallel(tuned, "zigzag", mesh["context"].get_group())
     if extra == "PEFT after":
-        tuned = lora(model)
+        tuned = get_peft_model(model, low_rank)
     lengths = 11, 23, 7, 19, 5, 29, 13, 16
     data = [{"input_ids": [(7 * n + i * i) % VOCABULARY for i in range(n)]} for n in lengths]
     if way == "Trainer":
@@ -279,13 +274,6 @@ def stepped(
     else:
         results = by_loop(me, cp, tuned, data, groups, way, extra)
     return results + [x for p in model.parameters() for x in whole(p.detach()).flatten().tolist()]
-
-
-def lora(model: Any) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(1)
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
 def whole(x: Any) -> torch.Tensor:
@@ -310,11 +298,9 @@ def by_trainer(cp: Any, model: Any, data: list[Any], groups: int, folder: str, *
 
     class Generation(transformers.TrainerCallback):
         def on_step_end(self, args: Any, *unused: Any, model: Any, **others: Any) -> None:
-            options = {}
-            if cp:
-                options["past_key_values"] = context_parallel(model, "tree", cp.fn.group).cache(tokens=12)
+            cache = context_parallel(model, "tree", cp.fn.group).cache(tokens=12) if cp else None
             ids = torch.arange(1, 9)[None]
-            new = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True, **options)
+            new = model.generate(ids, max_new_tokens=4, do_sample=False, use_cache=True, past_key_values=cache)
             tokens.extend([] if args.bf16 else new[0].tolist())
 
     how |= {
@@ -328,9 +314,7 @@ def by_trainer(cp: Any, model: Any, data: list[Any], groups: int, folder: str, *
     how |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2 // groups, "use_cpu": True}
     args = transformers.TrainingArguments(folder, per_device_eval_batch_size=4 // groups, **how)
     collator = transformers.DataCollatorWithFlattening()
-    trainer = transformers.Trainer(
-        model, args, collator, train_dataset=data, eval_dataset=data[:4], callbacks=[Generation()]
-    )
+    trainer = transformers.Trainer(model, args, collator, data, data[:4], callbacks=[Generation()])
     if cp:
         cp.prepare(trainer)
     trainer.train()
@@ -350,12 +334,11 @@ def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: st
     loader = torch.utils.data.DataLoader(data, 2, collate_fn=transformers.DataCollatorWithFlattening())
     batches = list(loader)
     numbers = [sum(int((x["labels"] >= 0).sum()) for x in batches[i : i + 2]) for i in (0, 2)]  # of all ranks in a step
-    batches = batches[me.rank * groups // me.world :: groups]
-    layers = [module for module in model.modules() if type(module).__name__ == "LlamaDecoderLayer"]
+    batches = batches[me.rank // 2 :: groups]
     if extra == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if way == "FSDP2":
-        for module in (*layers, model):
+        for module in (*(x for x in model.modules() if "DecoderLayer" in type(x).__name__), model):
             fully_shard(module)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     if way == "DDP":
@@ -368,6 +351,7 @@ def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: st
         batches = list(loader)
     if extra == "compile":
         model = torch.compile(model, backend="eager", fullgraph=way == "own loop")
+    scale = 1 if way == "own loop" else me.world
     results = []
     for number in numbers:
         total = torch.zeros(())
@@ -375,8 +359,7 @@ def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: st
             batch |= {"num_items_in_batch": number}
             with torch.autocast("cpu", torch.bfloat16, enabled=extra == "autocast" and not accelerated):
                 loss = model(**cp.shard(**batch) if cp else batch).loss
-            loss = loss if way == "own loop" else me.world * loss
-            (accelerator.backward if accelerated else torch.Tensor.backward)(loss)
+            (scale * loss).backward()
             total += loss.detach()
         if cp and way == "own loop":
             cp.reduce_gradients()
@@ -384,7 +367,7 @@ def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: st
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        results += [float(total) / (1 if way == "own loop" else me.world), float(whole(norm))]
+        results += [float(total), float(whole(norm))]
     return results
 
 
@@ -396,21 +379,17 @@ def accelerator_of(way: str, extra: str) -> Any:
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if extra == "autocast" else "no")
     if way == "accelerate, FSDP2":
-        options: dict[str, Any] = {
-            "auto_wrap_policy": "transformer_based_wrap",
-            "transformer_cls_names_to_wrap": ["LlamaDecoderLayer"],
-        }
-        accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **options)
+        options: dict[str, Any] = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+        plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap", **options)
         if extra == "autocast":  # the parameters are cast, too
-            accelerator.state.fsdp_plugin.set_mixed_precision("bf16")
-        accelerator.state.distributed_type = "FSDP"
+            plugin.set_mixed_precision("bf16")
+        accelerator.state.fsdp_plugin, accelerator.state.distributed_type = plugin, "FSDP"
     return accelerator
 
 
-def apart(me: Rank) -> list[str]:
-    """By rank, the refusal of an Accelerator whose groups have every other rank."""
+def apart(me: Rank) -> str:
+    """The refusal of groups that have every other rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("context", "data"))
-    cp = context_parallel(model_of("llama"), "ring", mesh["context"].get_group())
-    return me.gather(refusal(cp.prepare, trainer=accelerator_of("accelerate", "")))
+    return refusal(context_parallel(model_of("llama"), "ring", mesh["context"].get_group()).prepare, trainer=None)

@@ -59,7 +59,7 @@ def test_padding_embeddings_images_and_their_positions_give_the_loss_of_one_rank
 
 def test_every_variant_attends_by_rows_and_packed_on_one_model(in_world):
     cases = [(name, documents) for name in TRAINED for documents in (None, "even")]
-    errors = in_world(jobs.trained, 2, kind="llama", cases=cases, recompute=True)
+    errors = in_world(jobs.trained, 2, kind="llama", cases=cases)
     assert [case for case, error in zip(cases, errors, strict=True) if error > 5e-6] == []
 
 
@@ -84,69 +84,43 @@ def test_autocast_gives_the_loss_and_gradients_of_one_rank_in_bf16(in_world, kin
     assert max(in_world(jobs.trained, 2, kind=kind, cases=[("ring", None)], autocast=True)) < 0.1
 
 
-def steps(in_world, world_size, tmp_path, **options):
-    """What one rank, and what so many ranks, get from two steps of training."""
-    pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
-    pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
-    folders = (str(tmp_path / str(ranks)) for ranks in (1, world_size))
-    shared = options.pop("shared", None)
-    alone = in_world(jobs.stepped, 1, folder=next(folders), **options)
-    return alone, in_world(jobs.stepped, world_size, folder=next(folders), shared=shared, **options)
-
-
-# The table in docs/library.md
+# The table in docs/library.md, and what is not said there
 WAYS = ["own loop", "DDP", "FSDP2", "accelerate", "accelerate, FSDP2", "Trainer"]
-EXTRAS = [
-    "",
-    "autocast",
-    "checkpointing",
-    "PEFT before",
-    "PEFT after",
-    pytest.param("compile", marks=pytest.mark.nightly),
-]
+EXTRAS = ["", "autocast", "checkpointing", "PEFT before", "PEFT after"]
+CELLS = [(way, extra, 2) for way in WAYS for extra in EXTRAS] + [("Trainer", "mean of ranks", 2)]
+NIGHTLY = [(way, "compile", 2) for way in WAYS] + [(way, "", 4) for way in WAYS[1:]]
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-@pytest.mark.parametrize("way", WAYS)
-def test_two_ranks_train_as_one(in_world, tmp_path, way, extra):
-    alone, both = steps(in_world, 2, tmp_path, way=way, extra=extra, kind="qwen3" if way == "Trainer" else "llama")
-    assert both == pytest.approx(alone, abs=2e-2 if extra == "autocast" else 2e-6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("way", WAYS[1:])
-def test_two_by_two_ranks_train_as_one(in_world, tmp_path, way):
-    alone, all_ranks = steps(in_world, 4, tmp_path, way=way, shared=2)
-    assert all_ranks == pytest.approx(alone, abs=2e-6)
-
-
-def test_a_trainer_that_takes_each_ranks_mean_trains_as_one_rank(in_world, tmp_path):
-    alone, both = steps(in_world, 2, tmp_path, way="Trainer", extra="mean of ranks")
-    assert both == pytest.approx(alone, abs=2e-6)
+@pytest.mark.parametrize(
+    ("way", "extra", "ranks"), CELLS + [pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY]
+)
+def test_ranks_train_as_one(in_world, tmp_path, way, extra, ranks):
+    for package in ("accelerate", "peft"):
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[test]'")
+    how = {"way": way, "extra": extra, "kind": "qwen3" if way == "Trainer" and extra else "llama"}
+    alone, together = (in_world(jobs.stepped, n, folder=str(tmp_path / str(n)), **how) for n in (1, ranks))
+    assert together == pytest.approx(alone, abs=2e-2 if extra == "autocast" else 2e-6)
 
 
 @pytest.mark.nightly
 def test_ranks_that_share_rows_must_be_neighbours(in_world):
-    assert all("must be neighbours" in message for message in in_world(jobs.apart, 4))
+    assert "must be neighbours" in in_world(jobs.apart, 4)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "given", "message"),
+    ("options", "message"),
     [
-        ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1: .*set it to 0"),
-        ({}, {"compute_loss_func": max}, "compute_loss_func: .*leave it out"),
-        (
-            {},
-            {"model": None, "model_init": lambda: jobs.model_of("llama")},
-            "give Trainer the model of context_parallel",
-        ),
+        ({"args": {"label_smoothing_factor": 0.1}}, "label_smoothing_factor=0.1: .*set it to 0"),
+        ({"compute_loss_func": max}, "compute_loss_func: .*leave it out"),
+        ({"model": jobs.model_of("llama")}, "give Trainer the model of context_parallel"),
     ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_a_trainer_that_would_compute_from_one_ranks_tokens_is_refused(cp, tmp_path, arguments, given, message):
+def test_a_trainer_that_would_compute_from_one_ranks_tokens_is_refused(cp, tmp_path, options, message):
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
-    args = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", **arguments)
+    args = transformers.TrainingArguments(str(tmp_path), report_to="none", **options.get("args", {}))
     with pytest.raises(ValueError, match=message):
-        cp.prepare(transformers.Trainer(**{"model": cp.model, "args": args} | given))
+        cp.prepare(transformers.Trainer(**{"model": cp.model} | options | {"args": args}))
 
 
 @pytest.mark.parametrize("kind", kinds("llama", without=("llama4", "modernbert", "gemma3_encoder", "qwen2_vl")))
@@ -278,15 +252,9 @@ def test_a_model_is_freed_after_its_last_reference():
     assert model() is None
 
 
-def test_the_wrapper_of_peft_is_taken():
-    peft = pytest.importorskip("peft", reason="peft is not installed: pip install -e '.[test]'")
-    model = jobs.model_of("llama")
-    exact = model(IDS, labels=IDS).loss
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    cp = context_parallel(wrapped, "dense")
-    torch.testing.assert_close(wrapped(**cp.shard(IDS, IDS)).loss, exact)
+def test_a_wrapped_model_is_refused():
     with pytest.raises(ValueError, match="DataParallel: not a model of transformers; call context_parallel before"):
-        context_parallel(torch.nn.DataParallel(model))
+        context_parallel(torch.nn.DataParallel(jobs.model_of("llama")))
 
 
 def test_another_attention_takes_whole_batches_only(cp):
