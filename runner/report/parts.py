@@ -45,14 +45,10 @@ class Part:
 
     @cached_property
     def compared(self) -> Mapping[str, Table]:
-        """The tables of runs side by side, by heading."""
-        compared = {}
-        if len({*labels(self.runs).values()}) > 1 and comparable(self.runs):
-            heading = f"Side by side, ms ({self.which.replace('_', ' ')})"
-            compared[heading] = comparison_table(self.runs, self.which)
-        if groupings := tables.groupings_table(self.runs):
-            compared["Groupings, beside separate calls"] = groupings
-        return compared
+        """The table of runs side by side, by its heading, where several were compared."""
+        if len({*labels(self.runs).values()}) < 2 or not comparable(self.runs):
+            return {}
+        return {f"Side by side, ms ({self.which.replace('_', ' ')})": comparison_table(self.runs, self.which)}
 
     @cached_property
     def panels(self) -> Sequence[charts.Panel]:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 from runner.config.values import Refusal
 from runner.measure.statistics import OVERHEAD
-from runner.output.columns import COLUMNS, TABLE, Column
-from runner.output.summary import add_gain_over_separate
+from runner.output.columns import COLUMNS, Column
 from runner.output.table import Table
 from runner.output.terminal import flop
 from runner.record.fields import digits
@@ -18,7 +17,6 @@ from runner.report.scaling import scaling
 from runner.report.table import NOISY, counted, differing, fact
 
 TIMED = ("forward_ms", "backward_ms", "optimizer_ms", "total_ms")
-GROUPED = ("forward_ms", "total_ms", "kv_read_bytes", "kv_bytes_saved", "speedup_over_separate")
 NUMBERS = ("world_size", "batch", "seq_len", "q_len", "heads", "head_dim", "dtype", "gpu")
 LEFT = {title for key, title in FACTS.items() if key not in NUMBERS}
 RATIO = "training / inference"  # of their times
@@ -53,20 +51,6 @@ def models_table(runs: Sequence[Run]) -> Table:
         raise Refusal("--table models: none of these runs is of a model; use --table runs")
     measured = {title: cells for title, cells in _measured(runs).items() if title in MODELS}
     return Table.of(_facts(runs) | measured, LEFT | {"status"}, failures(runs))
-
-
-def groupings_table(runs: Sequence[Run]) -> Table | None:
-    """What each grouping takes beside separate calls that are otherwise the same: times, speedup, the model's bytes and the
-    share of them that it saves. None where there is no such pair."""
-    runs = [run for run in runs if run.ok and "grouping" in run.options]
-    rows = [dict(run.row) for run in runs]
-    add_gain_over_separate([run.result for run in runs], rows)
-    if not any(row["kv_bytes_saved"] for row in rows):
-        return None
-    facts = {title: cells for title, cells in _facts(runs).items() if title not in ("status", "rounds")}
-    return Table.of(
-        facts | {column.title: [*map(column.text, rows)] for column in TABLE if column.key in GROUPED}, LEFT
-    )
 
 
 def _facts(runs: Sequence[Run]) -> Columns:

@@ -9,6 +9,7 @@ import pytest
 from runner import pack
 from runner.output import columns, display, summary
 from runner.record.result import Result
+from tests.support.paths import RESULTS
 from tests.support.recorded import files, measured, refused, write
 
 
@@ -98,3 +99,10 @@ def test_what_has_no_column_of_its_own_is_told_apart_by_its_settings(tmp_path, o
     rows = summary.summarize_sweep(tmp_path)
     assert [(row[column], row["settings"]) for row in rows] == [*zip(cells, settings, strict=True)]
     assert (" settings " in summary.markdown(rows).splitlines()[0]) == any(settings)
+
+
+def test_groupings_have_what_they_save_and_gain_over_separate_calls():
+    rows = summary.sweep_rows(RESULTS / "h200-x1/grouped")
+    (fused,) = (x for x in rows if x["options"] == "n_groups=8 grouping=fused" and x["seq_len"] == 131072)
+    cells = {column.title: column.text(fused) for column in summary.shown(rows)}
+    assert [cells[x] for x in ("KV bytes, model", "saved", "over separate")] == ["536,870,912", "77.8%", "0.75"]

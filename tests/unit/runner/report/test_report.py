@@ -16,7 +16,7 @@ from runner.report.pairs import asked
 from runner.report.runs import read, where
 from runner.report.scaling import Scaling, scaling
 from runner.report.table import NOISY, in_common
-from runner.report.tables import groupings_table, models_table, runs_table
+from runner.report.tables import runs_table
 from tests.support.composing import python
 from tests.support.paths import RESULTS, ROOT
 from tests.support.recorded import result, written
@@ -106,16 +106,6 @@ def test_a_row_of_several_commits_or_machines_is_marked_and_has_no_ratio(runs, c
 def test_a_headline_needs_runs_of_auto_and_of_a_package(runs):
     with pytest.raises(ValueError, match="needs runs of attention=auto and of an external package"):
         headline_table(runs(result("auto", 2)))
-
-
-def test_groupings_have_a_table_of_their_own():
-    table = groupings_table(read([RESULTS / "h200-x1/grouped"]))
-    assert table.titles == ["options", "S", "fwd ms", "KV bytes, model", "saved", "over separate"]
-    assert ["n_groups=8 grouping=fused", "131,072", "399.4", "536,870,912", "77.8%", "0.75"] in table.rows
-    kernels = read([RESULTS / "h200-x1/kernels"])
-    assert groupings_table(kernels) is None
-    with pytest.raises(ValueError, match="none of these runs is of a model"):
-        models_table(kernels)
 
 
 def test_efficiency_is_of_the_baseline_or_else_of_the_fastest_run_on_one_device(runs):
