@@ -46,6 +46,7 @@ RUNS = {  # the variant and overrides, all in a world of 2
     "math": "zigzag mode=forward kernel=math",
     "ulysses": "ulysses mode=forward kv_heads=2",
     "documents": "ring mask=documents",
+    "named window": "ring mask=sliding_window",
     "chunks": "llama3 mask=chunked",
     "ring window": "ring mode=forward window=[100,0]",
     "window": "ring_allgather mode=forward window=[100,0]",
@@ -152,6 +153,11 @@ def output(name, change, rank=None):
     return outputs(lambda mine: change(mine[name]) if name in mine and rank in (None, dist.get_rank()) else None)
 
 
+def last_zeroed(name, tokens):
+    """Of the sequence: in a zigzag of two they are rank 0's last."""
+    return output(name, lambda x: x[:, -tokens:].zero_(), rank=0)
+
+
 def _row(x):
     """One row of a head, `[D]`."""
     return x[0, x.shape[1] // 2, 0]
@@ -232,11 +238,20 @@ def _kv_heads_swapped(original, self, *args):
     self.heads[1:] = [[list(reversed(part)) for part in share] for share in self.heads[1:]]
 
 
+def lengths(change):
+    """A problem is made for other sequences."""
+    return argument(Variant, "problem", 1, change)
+
+
 def _wider(mask):
     """Of a window one key more."""
     mask = mask.copy()
     mask[mask[:, LO] > -UNBOUNDED, LO] -= 1
     return mask
+
+
+def band(make):
+    return [(Band, "of", lambda original, causal=False, window=(-1, -1): make(causal, window))]
 
 
 def _too_early(original, self):
@@ -279,15 +294,19 @@ SINKS_IN_EVERY_STEP = [
     *kernel(change=lambda call, *xs: with_sinks(*xs, STATE.before) if len(xs) == 2 else None),
 ]
 UNCAPPED = kernel(uncapped, uncapped)
+PLANNED_AS_CAUSAL = result(plan, "mask_of", lambda mask: CAUSAL)
 
 
 def argument_dropped(*names):
     return call(lambda given: {name: x for name, x in given.items() if name not in names})
 
 
-def _borders_of_the_call_before(given):
-    before, STATE.before = STATE.before, given["cu_seqlens"]
-    return given | {"cu_seqlens": before} if before is not None and STATE.checked else given
+def borders_of_the_call_before(when):
+    def change(given):
+        before, STATE.before = STATE.before, given["cu_seqlens"]
+        return given | {"cu_seqlens": before} if before is not None and when() else given
+
+    return call(change)
 
 
 def later(when):
@@ -304,12 +323,16 @@ def later(when):
 
 PLANTS = {
     "zigzag": {
+        "NaN gradients": kernel(change=lambda call, *xs: xs[1].view(-1)[0].fill_(torch.nan) if len(xs) == 3 else None),
         "chunks swapped": result(api.ContextParallel, "_shards", lambda shards: tuple(shard[::-1] for shard in shards)),
         "one key too many": steps(_one_key_too_many),
         "backward scale x1.005": kernel(backward=scaled(1.005)),
         "scale x1.0025": kernel(scaled(1.0025), scaled(1.0025)),
         "dk and dv swapped": outputs(lambda x: x.update(dk=x["dv"], dv=x["dk"]) if "dk" in x else None),
+        "dq of the last token zeroed": last_zeroed("dq", 1),
+        "dv of the last token zeroed": last_zeroed("dv", 1),
         "dq x1.005": output("dq", lambda x: x.mul_(1.005)),
+        "dk of the last 16 tokens zeroed": last_zeroed("dk", 16),
         "dk of one token and head zeroed": output("dk", lambda x: _row(x).zero_(), rank=1),
         "a merge keeps the larger LSE": merge(
             lambda a, b, lse: ((a - lse).exp(), (b - lse).exp(), torch.maximum(a, b))
@@ -325,6 +348,12 @@ PLANTS = {
     "forward": {
         "NaN in an element of out": output("out", lambda x: _row(x)[3].fill_(torch.nan), rank=1),
         "one element of out +0.03": output("out", lambda x: _row(x)[3].add_(0.03), rank=1),
+        "out of the last 32 tokens zeroed": last_zeroed("out", 32),
+        "a merge does not rescale": merge(lambda a, b, lse: (torch.ones_like(a), (b - lse).exp(), lse)),
+        "a merge does not normalise": merge(
+            lambda a, b, lse: ((a - torch.maximum(a, b)).exp(), (b - torch.maximum(a, b)).exp(), lse)
+        ),
+        "LSE off by one token": output("lse", lambda x: x.copy_(x.roll(1, -1))),
         "LSE returned + log 2": output("lse", _raise_last),
     },
     "ring": {
@@ -339,14 +368,16 @@ PLANTS = {
             *result(grad_sum, "accumulation_dtype", lambda dtype: torch.bfloat16),
             *result(parts, "accumulation_dtype", lambda dtype: torch.bfloat16),
         ],
-        "causal lost in Band.of": [(Band, "of", lambda original, causal=False, window=(-1, -1): Band(*window))],
+        "causal lost in Band.of": band(lambda causal, window: Band(*window)),
     },
     "two heads": {
+        "dk of a head zeroed": output("dk", lambda x: x[..., 1, :].zero_()),
         "dk of a head halved on remote keys": of_remote(3, lambda dq, dk, dv: dk[..., 1, :].mul_(0.5)),
     },
     "math": {"math scores wrong with kernel=math": argument(math_kernel, "_scores", 2, scaled(1.05))},
     "ulysses": {"KV heads exchanged wrongly": [(all_to_all.Group, "__init__", _kv_heads_swapped)]},
-    "documents": {"documents attend across borders": result(plan, "mask_of", lambda mask: CAUSAL)},
+    "documents": {"documents attend across borders": PLANNED_AS_CAUSAL},
+    "named window": {"a window became causal": PLANNED_AS_CAUSAL},
     "chunks": {
         "a mask built for another length": argument(Mask, "rectangles", 1, lambda tokens: tokens - tokens // 8),
         "ranks were given different masks": argument(
@@ -358,12 +389,20 @@ PLANTS = {
         "band_matrix off by one": argument(
             decompose, "band_matrix", 0, lambda mask: Band(mask.left + 1, mask.right) if mask.left > 0 else mask
         ),
+        "decompose.parts off by one": result(  # of each part's keys the first is lost
+            decompose, "cut", lambda parts: [(q, (c + (d - c > 1), d), mask) for q, (c, d), mask in parts]
+        ),
+        "window lost in Band.of": band(lambda causal, window: Band(-1, 0) if causal else Band(*window)),
     },
     "packed": {
-        "a border token in the wrong sequence": argument(Variant, "problem", 1, lambda cu: (cu[0], cu[1] + 1, *cu[2:])),
+        "a border token in the wrong sequence": lengths(lambda cu: (cu[0], cu[1] + 1, *cu[2:])),
+        "a packed batch leaks": lengths(lambda cu: (cu[0], *cu[2:])),
     },
     "new packs": {
-        "a new packed batch has other borders once the check is over": call(_borders_of_the_call_before),
+        "a new packed batch has other borders": borders_of_the_call_before(lambda: True),
+        "a new packed batch has other borders once the check is over": borders_of_the_call_before(
+            lambda: STATE.checked
+        ),
     },
     "batch": {"batch elements exchanged": output("out", lambda x: x.copy_(x.flip(0)))},
     "tree": {
@@ -376,11 +415,13 @@ PLANTS = {
     "sinks": {
         "sinks dropped": SINKS_DROPPED,
         "sinks applied in every step": SINKS_IN_EVERY_STEP,
+        "a rank's part of the sinks' gradient lost": output("dsinks", Tensor.zero_, rank=1),
         "the sinks' gradient x1.02": output("dsinks", lambda x: x.mul_(1.02)),
     },
     **{
         f"softcap={cap}": {
             f"softcap={cap} dropped": UNCAPPED,
+            f"softcap={cap} dropped in the backward": kernel(backward=uncapped),
             f"softcap={cap} 1% higher in the backward": kernel(
                 backward=lambda call: replace(call, softcap=call.softcap and call.softcap * 1.01)
             ),
