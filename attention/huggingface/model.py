@@ -11,10 +11,10 @@ What a model asks of its attention is done, or refused by its name: masks, keywo
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from inspect import getsource, signature, unwrap
 from typing import Any
 
@@ -277,7 +277,7 @@ def language_model(model: Any) -> Any:
 def block_ids(model: Any, types: dict[str, Tensor]) -> Tensor | None:
     """The block of each token `[B, S]`, -1 for none, as the model itself computes it from types of tokens; None: it has no blocks.
     Models do so from transformers 5 on."""
-    modules = (sys.modules[kind.__module__] for kind in type(model).__mro__)
+    modules = (import_module(kind.__module__) for kind in type(model).__mro__)
     function = next((f for x in modules if (f := getattr(x, "get_block_sequence_ids_for_mask", None))), None)
     return next((function(x, device=x.device) for x in types.values()), None) if function else None
 
