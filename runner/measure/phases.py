@@ -50,18 +50,15 @@ def measure(work: Workload, runs: int) -> tuple[list[Row], dict[str, PassPhases]
         times = [(span.name, *span.since(origin)) for span in spans]
         for span, ms, (phase, start, stop) in zip(spans, shares(times), times, strict=True):
             mine.append({**here, "phase": phase, "step": span.step, "ms": ms, "start_ms": start, "stop_ms": stop})
-    clock = me.rank if watch.on_gpu else host_clock()  # each GPU has its own
+    clock = (
+        me.rank if watch.on_gpu else boot_id() or platform.node()
+    )  # each GPU has its own, the CPUs of a host have one
     by_rank, received_by_rank, clocks = zip(*me.gather((mine, received, clock)), strict=True)
     rows = [row for rows in by_rank for row in rows]
     by_pass = times_of(rows, me.world)
     moved = list(received_by_rank)
     comm = Comm(transport=work.transport.name, bytes_received_by_rank=moved, clocks=on_one_clock(rows, clocks))
     return rows, {which: summary(times) for which, times in by_pass.items()}, comm
-
-
-def host_clock() -> str:
-    """Which clock the processes of this host read: the same on all of its CPUs."""
-    return boot_id() or platform.node()
 
 
 def record(

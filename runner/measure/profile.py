@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
@@ -49,26 +48,9 @@ def covered(spans: Iterable[Span]) -> float:
     return total
 
 
-class Event(NamedTuple):
-    """An event of a trace that counts: when it was, in us, and what it is: compute, communication, alignment, lead, or other (only
-    in the kernel table)."""
-
-    span: Span
-    name: str
-    kind: str
-
-
-def events_of(trace: Iterable[Fields], device: str) -> list[Event]:
-    """The events of a trace (Chrome format) that count, in the order in which they began."""
-    events = []
-    for event in trace:
-        if event.get("ph") == "X" and (kind := _kind(event.get("cat", ""), event["name"], device)):
-            start = float(event["ts"])
-            events.append(Event((start, start + float(event.get("dur", 0))), event["name"], kind))
-    return sorted(events)
-
-
 def _kind(category: str, name: str, device: str) -> str | None:
+    """What an event of a trace is: compute, communication, alignment, lead, or other (only in the kernel table); None: it does not
+    count."""
     if device == "cuda":
         kind = next((kind for kind, pattern in PATTERNS.items() if pattern.search(name)), "compute")
         return kind if category in ("kernel", "gpu_memcpy", "gpu_memset") else None
@@ -77,17 +59,19 @@ def _kind(category: str, name: str, device: str) -> str | None:
 
 
 def analyse(
-    events: Sequence[Event], waits: Sequence[Sequence[Span]] = (), runs: int = 1
+    trace: Iterable[Fields], device: str, waits: Sequence[Sequence[Span]] = (), runs: int = 1
 ) -> tuple[RankProfile, list[Fields]]:
-    """ms an iteration, of `runs`, of one rank's events, and the table of its kernels. waits: for each pass, when its compute stream waited for a transfer, in
+    """ms an iteration, of `runs`, of one rank's trace (Chrome format), and the table of its kernels. waits: for each pass, when its compute stream waited for a transfer, in
     ms since the pass was aligned."""
     spans: dict[str, list[Span]] = defaultdict(list)
     kernels: dict[str, list[float]] = defaultdict(list)
-    for (start, stop), name, kind in events:
-        spans[kind].append((start, stop))
-        if kind not in ("alignment", "lead"):
-            kernels[name].append(stop - start)
-    compute, communication, aligned = spans["compute"], spans["communication"], spans["alignment"]
+    for event in trace:
+        if event.get("ph") == "X" and (kind := _kind(event.get("cat", ""), event["name"], device)):
+            start, length = float(event["ts"]), float(event.get("dur", 0))
+            spans[kind].append((start, start + length))
+            if kind not in ("alignment", "lead"):
+                kernels[event["name"]].append(length)
+    compute, communication, aligned = spans["compute"], spans["communication"], sorted(spans["alignment"])
     everything = compute + communication
     if placed := len(waits) == len(aligned):  # else it is unknown where they belong
         for (_, start), pass_waits in zip(aligned, waits, strict=True):
@@ -139,8 +123,8 @@ def profile(work: Workload, runs: int, folder: Path, tables: Tables) -> list[Ran
     profiler.export_chrome_trace(str(scratch))
     text = scratch.read_text()
     scratch.unlink()
-    events, name = events_of(json.loads(text)["traceEvents"], me.device.type), f"trace_rank{me.rank}.json.gz"
-    about, kernels = analyse(events, waits, runs)
+    name = f"trace_rank{me.rank}.json.gz"
+    about, kernels = analyse(json.loads(text)["traceEvents"], me.device.type, waits, runs)
     write(folder / name, gzip.compress(text.encode(), 3))
     profiles, of_ranks, tables.traces = zip(*me.gather((about, kernels, name)), strict=True)
     tables.kernels = [{"rank": rank, **row} for rank, rows in enumerate(of_ranks) for row in rows]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attention.profiling import phase
-from runner.measure.profile import analyse, events_of, profile
+from runner.measure.profile import analyse, profile
 from runner.record.result import Tables
 
 
@@ -32,7 +32,7 @@ ALIGN = "ncclDevKernel_AllReduce_MinMax_u8_RING_LL(ncclDevKernelArgsStorage<4096
 
 
 def analysed(events, waits=()):
-    return analyse(events_of(events, "cuda"), waits)
+    return analyse(events, "cuda", waits)
 
 
 def test_a_trace_tells_compute_from_communication_and_has_a_table_of_kernels_the_longest_first():
