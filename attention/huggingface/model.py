@@ -147,22 +147,24 @@ class HuggingFace:
         if "use_cache" in taken:  # no encoder
             batch["use_cache"] = False
         if labels is not None:
-            of_model = loss_of(self.model)
-            if of_model not in LOSSES:
-                raise ValueError(
-                    f"labels: the model's loss is {of_model}, sharded is {' or '.join(LOSSES)}; use the logits"
-                )
-            if attention_mask is not None and (labels[~real] != IGNORED).any():
-                raise ValueError(
-                    f"labels are not {IGNORED} at padding: set them, labels[attention_mask == 0] = {IGNORED}"
-                )
-            labels = LOSSES[of_model](labels).masked_fill(~real, IGNORED)
-            batch["shift_labels"] = part(labels, IGNORED)
-            batch["num_items_in_batch"] = counted(self.fn, labels, num_items_in_batch)
-            batch["labels"] = torch.full_like(
-                batch["shift_labels"], IGNORED
-            )  # asks for the loss; none is shifted again
+            batch |= self._labels(labels, real, num_items_in_batch)
         return batch | {NAME: self.last}
+
+    def _labels(self, labels: Tensor, real: Tensor, number: Tensor | int | None) -> dict[str, Any]:
+        """This rank's shifted labels and the whole batch's number of them, as arguments of the model. real: where there is no padding.
+        Raises ValueError for labels of padding, and for a loss that is no sum over tokens."""
+        of_model = loss_of(self.model)
+        if of_model not in LOSSES:
+            raise ValueError(
+                f"labels: the model's loss is {of_model}, sharded is {' or '.join(LOSSES)}; use the logits"
+            )
+        if (labels[~real] != IGNORED).any():
+            raise ValueError(f"labels are not {IGNORED} at padding: set them, labels[attention_mask == 0] = {IGNORED}")
+        assert self.last is not None
+        labels = LOSSES[of_model](labels).masked_fill(~real, IGNORED)
+        part = self.last.part(labels, IGNORED)
+        asks = torch.full_like(part, IGNORED)  # for the loss; none is shifted again
+        return {"shift_labels": part, "num_items_in_batch": counted(self.fn, labels, number), "labels": asks}
 
     def unshard(self, x: Tensor, batch: dict[str, Any] | None = None) -> Tensor:
         """The whole `[B, S, ...]` of x `[B, s, ...]`, such as logits, on every rank. batch: that of x, if not the last."""
