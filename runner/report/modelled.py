@@ -101,6 +101,11 @@ def points(runs: Iterable[Run]) -> list[Point]:
     return modelled
 
 
+def calibrated(run: Run) -> bool:
+    """Whether the model describes the run and has the rates of its GPU, and need not assume them."""
+    return bool(known(run) and run.gpu and machine(run).measured(run.kernel or ""))
+
+
 def kernel_bytes(run: Run, which: str) -> int | None:
     """The fewest bytes of device memory that the kernels of a rank move in a pass, of the rank with most: as recorded or,
     of results from before that was, by the schedule of one of our variants under a band."""

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium"),
     pytest.mark.skipif(charts.missing() is not None, reason=str(charts.missing())),
 ]
-DRAWN = ["time", "tflops", "roofline", "memory", "phases", "timeline"]
+DRAWN = ["time", "tflops", "roofline", "predicted", "memory", "phases", "timeline"]
 ODD = "<img src=x onerror='window.broken = 1'>"
 
 

@@ -16,7 +16,7 @@ def panels(runs: Sequence[Run], which: str = "total") -> list[Panel]:
     if which == BACK_TO_BACK:
         return []
     drawn = (
-        curves.times, curves.efficiency, curves.density, limits.roofline, curves.memory, curves.loss,
+        curves.times, curves.efficiency, curves.density, limits.roofline, limits.predicted, curves.memory, curves.loss,
         timeline.phases, timeline.one_iteration,
     )  # fmt: skip
     measured = timed(runs)

@@ -1,14 +1,15 @@
-"""The chart of points against the machine's ceilings."""
+"""Charts of points against a limit: the machine's ceilings, and the model of time."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from statistics import median
 
 from runner.report.charts import Panel, few, point, short
 from runner.report.drawing import Axis, lines
 from runner.report.labels import labels
-from runner.report.modelled import kernel_bytes
+from runner.report.modelled import calibrated, kernel_bytes, points
 from runner.report.runs import Run
 from runner.report.table import fact
 from runner.report.tables import rate_title
@@ -17,6 +18,10 @@ ROOFLINE = (
     "Dashed: the highest rate that this machine's measured ceilings allow, sloped where bytes bind and flat where compute "
     "does. The nearer a point is to it, the less there is to gain; under the slope, move fewer bytes. Bytes are the fewest "
     "that a rank's kernels and transfers can move. {}"
+)
+PREDICTED = (
+    "Times by the model of time, uncalibrated. On the dashed line both agree; a point above it ran faster than predicted. "
+    "Errors: median {:.0%}, largest {:.0%}. {}"
 )
 MOST_RUNS = 400
 
@@ -61,3 +66,24 @@ def roofline(runs: Sequence[Run], which: str) -> list[Panel]:
         [row for rows in panels.values() for row in rows],
     )
     return lines(*about, x, y, "label kernel seq_len pass intensity tflops share", connected=False)
+
+
+def predicted(runs: Sequence[Run], which: str) -> list[Panel]:
+    """A point for each pass of a run that the model of time describes, on GPUs whose rates are measured."""
+    runs, left_out = few([run for run in runs if calibrated(run)], MOST_RUNS, "runs")
+    named = labels(runs)
+    rows = [
+        point(
+            made.run, named[made.run], "", made.which, ideal=short(made.measured), predicted=short(made.model.ms),
+            seq_len=fact(made.run, "seq_len"), ranks=made.run.world_size,
+            error=short(made.model.ms / made.measured - 1, 3),
+        )
+        for made in points(runs)
+    ]  # fmt: skip
+    if not rows:
+        return []
+    errors = [abs(row["error"]) for row in rows]
+    note = PREDICTED.format(median(errors), max(errors), left_out)
+    about = ("predicted", "Predicted against measured", note, rows)
+    x, y = Axis("time", "measured, ms", log=1), Axis("predicted", "predicted, ms", log=1)
+    return lines(*about, x, y, "label kernel pass seq_len ranks predicted time error", connected=False)

@@ -26,7 +26,7 @@ def rows(runs, name):
 @pytest.mark.parametrize(
     ("name", "names"),
     [
-        ("h200-x4/speed", "time tflops roofline memory phases"),
+        ("h200-x4/speed", "time tflops roofline predicted memory phases"),
         ("h200-x4/tree_scaling", "time tflops efficiency roofline memory phases"),
         ("cpu-x2/model_sharded", "time tflops efficiency loss"),
     ],
