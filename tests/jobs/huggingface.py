@@ -269,8 +269,8 @@ def stepped(me: Rank, way: str, extra: str, kind: str, folder: str) -> list[floa
         tuned = get_peft_model(model, low_rank)
     lengths = 11, 23, 7, 19, 5, 29, 13, 16
     data = [{"input_ids": [(7 * n + i * i) % VOCABULARY for i in range(n)]} for n in lengths]
-    if way == "Trainer":
-        results = by_trainer(cp, tuned, data, groups, folder, **HOW.get(extra, {}))
+    if way.startswith("Trainer"):
+        results = by_trainer(cp, tuned, data, groups, folder, way, extra, **HOW.get(extra, {}))
     else:
         results = by_loop(me, cp, tuned, data, groups, way, extra)
     return results + [x for p in model.parameters() for x in whole(p.detach()).flatten().tolist()]
@@ -289,9 +289,11 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def by_trainer(cp: Any, model: Any, data: list[Any], groups: int, folder: str, **how: Any) -> list[float]:
-    """Losses, norms, losses of evaluation, each by step; logits of predictions; the parameters that were saved; tokens generated
-    after each step, but not in bf16, where they may flip."""
+def by_trainer(
+    cp: Any, model: Any, data: list[Any], groups: int, folder: str, way: str, extra: str, **how: Any
+) -> list[float]:
+    """Losses, norms, losses of evaluation, each by step; logits of predictions; the parameters that were saved, but for FSDP, which
+    saves on GPUs; tokens generated after each step, but not in bf16, where they may flip."""
     from safetensors.torch import load_file
 
     tokens: list[int] = []
@@ -317,12 +319,16 @@ def by_trainer(cp: Any, model: Any, data: list[Any], groups: int, folder: str, *
     trainer = transformers.Trainer(model, args, collator, data, data[:4], callbacks=[Generation()])
     if cp:
         cp.prepare(trainer)
+    if way == "Trainer, FSDP2":
+        use_fsdp(trainer.accelerator, extra)
+        trainer.is_fsdp_enabled, args.save_strategy = True, "no"
     trainer.train()
     logits = trainer.predict(data[4:]).predictions
     names = "loss", "grad_norm", "eval_loss"
     steps = [step[name] for name in names for step in trainer.state.log_history if name in step]
-    (saved,) = Path(folder, "checkpoint-2").glob("*model.safetensors")
-    parameters = torch.cat([x.flatten() for _, x in sorted(load_file(saved).items())]).tolist()
+    saved = [load_file(path) for path in Path(folder).glob("checkpoint-2/*model.safetensors")]
+    parameters = [x for file in saved for name in sorted(file) for x in file[name].flatten().tolist()]
+    assert bool(parameters) == (way == "Trainer")
     return [*steps, *logits[logits != -100].tolist(), *parameters, *tokens]
 
 
@@ -372,19 +378,26 @@ def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: st
 
 
 def accelerator_of(way: str, extra: str) -> Any:
-    """An Accelerator, whose state is of the process. Without GPUs it does not choose FSDP by itself."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    """An Accelerator, whose state is of the process."""
+    from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if extra == "autocast" else "no")
     if way == "accelerate, FSDP2":
-        options: dict[str, Any] = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
-        plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap", **options)
-        if extra == "autocast":  # the parameters are cast, too
-            plugin.set_mixed_precision("bf16")
-        accelerator.state.fsdp_plugin, accelerator.state.distributed_type = plugin, "FSDP"
+        use_fsdp(accelerator, extra)
     return accelerator
+
+
+def use_fsdp(accelerator: Any, extra: str) -> None:
+    """What accelerate does by itself on GPUs only."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    layer: dict[str, Any] = {"transformer_cls_names_to_wrap": ["LlamaDecoderLayer"]}
+    plugin = FullyShardedDataParallelPlugin(2, auto_wrap_policy="transformer_based_wrap", **layer)
+    if extra == "autocast":  # the parameters are cast, too
+        plugin.set_mixed_precision("bf16")
+    accelerator.state.fsdp_plugin, accelerator.state.distributed_type = plugin, "FSDP"
 
 
 def apart(me: Rank) -> str:
