@@ -16,9 +16,12 @@ def launched(*command):
     return run("-m", "torch.distributed.run", *ranks, *command)
 
 
-@pytest.mark.parametrize("example", ["fsdp2_train", pytest.param("huggingface_train", marks=TRANSFORMERS)])
+TRAINED = ["huggingface_train.py", "huggingface_trainer.py", "huggingface_trainer.py --fsdp"]
+
+
+@pytest.mark.parametrize("example", ["fsdp2_train.py", *(pytest.param(x, marks=TRANSFORMERS) for x in TRAINED)])
 def test_the_loss_of_a_trained_model_falls(example):
-    losses = [float(x) for x in re.findall(r"loss (\S+)$", launched(f"examples/{example}.py"), re.MULTILINE)]
+    losses = [float(x) for x in re.findall(r"loss (\S+)$", launched(*f"examples/{example}".split()), re.MULTILINE)]
     assert len(losses) >= 5
     assert losses[-1] < losses[0] - 0.1
 
