@@ -7,6 +7,7 @@ forward again."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attention.call import whole_lengths
 from attention.gpu import private
 from attention.masks.mask import Mask
 
@@ -27,7 +29,7 @@ ARGUMENTS = (
 )
 # by handles, which stand for them in a graph
 functions: WeakValueDictionary[str, ContextParallel] = WeakValueDictionary()
-masks: dict[str, Mask] = {}
+masks: dict[str, Mask | Callable[[tuple[int, ...] | None], Mask]] = {}  # or of a batch's lengths
 kept: WeakValueDictionary[int, Kept] = WeakValueDictionary()  # by the number that the operator's third result holds
 numbers = count()
 OPTIONS = {"sinks", "cu_seqlens", "mask", "window", "padding", "causal", "scale", "softcap", "return_lse"}
@@ -63,14 +65,15 @@ def takes(fn: ContextParallel, options: dict[str, Any]) -> bool:
 
 def call(
     fn: ContextParallel, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None, cu_seqlens: Any = None,
-    mask: Mask | None = None, window: tuple[int, int] = (-1, -1), padding: int = 0, causal: bool = False,
+    mask: Mask | str | None = None, window: tuple[int, int] = (-1, -1), padding: int = 0, causal: bool = False,
     scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
     """A call of `fn`, as the compiler traces it."""
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
-    if mask is not None:
-        id(mask)  # the graph is of this mask
-    handle = "" if mask is None else _handle_of_mask(mask)
+    handle = mask or ""
+    if isinstance(handle, Mask):
+        id(handle)  # the graph is of this mask
+        handle = _handle_of_mask(handle)
     lengths = cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
     arguments = q, k, v, sinks, lengths, fn.handle, handle, causal, scale, *window, padding, softcap, gradient
     out, lse, *_ = _Call.apply(*arguments) if gradient else torch.ops.attention.call(*arguments)
@@ -100,10 +103,13 @@ def _run(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, fn: str, mask: str, causal: bool,
     scale: float | None, left: int, right: int, padding: int, softcap: float | None, gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    made = masks.get(mask)
+    if not isinstance(made, Mask | None):
+        made = made(None if lengths is None else whole_lengths(lengths))
     with private.eager_autograd(), torch.set_grad_enabled(gradient):
         inputs = [x.detach().requires_grad_(gradient) for x in (q, k, v, sinks) if x is not None]
         out, lse = functions[fn](
-            *inputs[:3], sinks=None if sinks is None else inputs[3], cu_seqlens=lengths, mask=masks.get(mask), causal=causal, scale=scale,
+            *inputs[:3], sinks=None if sinks is None else inputs[3], cu_seqlens=lengths, mask=made, causal=causal, scale=scale,
             window=(left, right), padding=padding, softcap=softcap, return_lse=True,
         )  # fmt: skip
     state = np.array([next(numbers)]).view(Kept)

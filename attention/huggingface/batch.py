@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import compress, pairwise
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention import masks
+from attention import compiled, masks
 from attention.api import ContextParallel
 from attention.call import Lengths, check_cu_seqlens
 from attention.gpu.private import constant_in_graphs
@@ -71,7 +71,10 @@ class Split:
     def sees(self, layer: LayerMask) -> dict[str, Any]:
         """The arguments of a call for what a layer sees. Raises ValueError for blocks that are not known."""
         if not layer.by_blocks or self.blocks == ():
-            mask = None if layer.chunk is None else chunks(layer.chunk, self.cu_seqlens)
+            mask: Mask | str | None = None
+            if layer.chunk is not None:
+                in_graph = torch.compiler.is_compiling()
+                mask = _chunks_in_graph(layer.chunk) if in_graph else chunks(layer.chunk, self.cu_seqlens)
             return {"mask": mask, **of_band(layer.band)}
         if self.blocks is None:
             raise ValueError("tokens of an image see each other: give cp.shard the token_type_ids")
@@ -105,6 +108,12 @@ def of_band(band: Band | None) -> dict[str, Any]:
 
 
 @constant_in_graphs
+def _chunks_in_graph(chunk: int) -> str:
+    """The handle by which a compiled call makes the mask, from its documents."""
+    compiled.masks[handle := f"chunks({chunk})"] = partial(chunks, chunk)
+    return handle
+
+
 @lru_cache(maxsize=64)
 def chunks(chunk: int, cu_seqlens: tuple[int, ...] | None) -> Mask:
     """Every document in chunks, whose tokens see no other chunk: a chunk begins anew with each document, as positions do."""

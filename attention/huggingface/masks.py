@@ -137,5 +137,5 @@ def in_graph(config: Any, two_sided: bool, size: int | None) -> LayerMask:
     if size is not None and size == chunk:
         return LayerMask(CAUSAL, CAUSAL, chunk)
     if two_sided:
-        return LayerMask() if size is None else _banded(size, size)
+        return _banded() if size is None else _banded(size, size)
     return _banded(-1 if size is None else size - 1, 0)

@@ -169,6 +169,22 @@ def trained(me: Rank, kind: str, cases: list[tuple[str, str | None]], autocast: 
     return [max(x) for x in zip(*me.gather(errors), strict=True)]
 
 
+def compiled(me: Rank, kind: str, forms: list[str | None]) -> list[float]:
+    """For each form the largest relative error of a compiled model's gradients against the eager one's."""
+    model = model_of(kind)
+    cp = context_parallel(model, "llama3")
+    in_graphs = torch.compile(model, backend="aot_eager", fullgraph=True)
+    errors = []
+    for form in forms:
+        results = []
+        for either in (model, in_graphs):
+            model.zero_grad()
+            either(**cp.shard(**given(model, form))).loss.backward()
+            results.append(gradients_of(model))
+        errors.append(worst(*results))
+    return [max(x) for x in zip(*me.gather(errors), strict=True)]
+
+
 def options_of(variant: str, form: str | None) -> dict[str, Any]:
     tokens = sum(DOCUMENTS[form]) if form in DOCUMENTS else TOKENS
     return {"tokens": tokens, "mask": masks.causal()} if variant == "balanced" else {}

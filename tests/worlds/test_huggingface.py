@@ -57,6 +57,13 @@ def test_padding_embeddings_images_and_their_positions_give_the_loss_of_one_rank
     assert max(in_world(jobs.trained, world, kind=kind, cases=cases)) < 5e-6
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, these are other models")
+@pytest.mark.parametrize("kind", ["llama4", "modernbert"])
+def test_a_compiled_model_has_the_chunks_and_windows_of_each_batch(in_world, kind):
+    assert max(in_world(jobs.compiled, 2, kind=kind, forms=["odd", "left"])) < 5e-6
+
+
 def test_every_variant_attends_by_rows_and_packed_on_one_model(in_world):
     cases = [(name, documents) for name in TRAINED for documents in (None, "even")]
     errors = in_world(jobs.trained, 2, kind="llama", cases=cases)
