@@ -3,11 +3,12 @@
     python -m tests.mutants --functions 30
 
 Functions are drawn by the commit, but for files that need a GPU. In each, one condition is inverted or one number is another. For all of them
-the tests of the broken file's folder run, then all tests for those that are left. It works on a copy of what is committed."""
+the test files that name the broken module run, then all tests for those that are left. It works on a copy of what is committed."""
 
 import argparse
 import ast
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -62,19 +63,22 @@ def main() -> None:
 
 
 def found(copy: Path, near: bool, file: Path, name: str, node: ast.AST, text: str) -> bool:
-    """Whether a test fails: of the broken file's folder, or of all."""
-    source, folder = file.read_text(), copy / "tests" / "unit" / file.parent.relative_to(copy)
-    if near and not folder.is_dir():
+    """Whether a test fails: of the files that name the broken module, or of all."""
+    source, module = file.read_text(), file.relative_to(copy).with_suffix("")
+    names = re.compile(rf"\b{'.'.join(module.parts)}\b|from {'.'.join(module.parts[:-1])} import .*\b{module.name}\b")
+    naming = sorted(str(test) for test in copy.glob("tests/**/test_*.py") if names.search(test.read_text()))
+    if near and not naming:
         return False
     file.write_text(replaced(source, node, text))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *([str(folder)] if near else [])]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["-n", "0", "-m", "not nightly and not gpu", *naming] if near else []
     run = subprocess.run(command, cwd=copy, capture_output=True, text=True)
     file.write_text(source)
     by = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))] or [run.stderr[-300:]]
-    said = f"found by {by[0]}" if run.returncode else "missed"
-    part = ast.get_source_segment(source, node)
     if run.returncode or not near:
-        print(f"{file.relative_to(copy)}:{node.lineno} {name}: {part} -> {text}: {said}", flush=True)
+        what = f"{ast.get_source_segment(source, node)} -> {text}"
+        said = f"found by {by[0]}" if run.returncode else "missed"
+        print(f"{module}.py:{node.lineno} {name}: {what}: {said}", flush=True)
     return run.returncode != 0
 
 
