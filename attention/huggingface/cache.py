@@ -23,6 +23,10 @@ class ShardedCache(Cache):  # type: ignore[misc]
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerMask, **options: Any) -> Tensor:
         """Attention of q `[B, s, H, D]`, the newest tokens, over this rank's share of the keys `[B, share, Hk, D]`."""
         options |= {"kv_lengths": [self.get_seq_length()] * len(q), "kv_tokens": k.shape[1] * self.fn.world}
+        if layer.by_blocks:
+            raise ValueError(
+                "token_type_ids: tokens of an image see each other, which a decode does not; leave them out"
+            )
         mask = None if layer.chunk is None else chunked(layer.chunk)
         return self.fn(q, k, v, mask=mask, **of_band(layer.band), **options)
 

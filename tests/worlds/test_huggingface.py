@@ -219,11 +219,19 @@ def test_a_decode_neither_shards_a_batch_nor_a_variant_for_training_a_cache(cp):
         cp.model.generate(IDS, max_new_tokens=2)
 
 
-def test_a_decode_refuses_chunks():
-    model = jobs.model_of("llama4").eval()
+@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, these are other models")
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("llama4", {}, "tree, a decode, takes causal and window only"),
+        ("gemma3_images", {"token_type_ids": torch.ones(2, 8)}, "token_type_ids: tokens of an image see each other"),
+    ],
+)
+def test_a_decode_refuses_chunks_and_images(kind, options, message):
+    model = jobs.model_of(kind).eval()
     cache = context_parallel(model, "tree").cache(tokens=9)
-    with pytest.raises(ValueError, match="tree, a decode, takes causal and window only"):
-        model.generate(IDS + 1, past_key_values=cache, max_new_tokens=1, pad_token_id=0)
+    with pytest.raises(ValueError, match=message):
+        model.generate(IDS + 1, past_key_values=cache, max_new_tokens=1, pad_token_id=0, **options)
 
 
 IDS = torch.arange(16).view(2, 8)
