@@ -106,7 +106,8 @@ def test_ranks_train_as_one(in_world, tmp_path, way, extra, ranks):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[test]'")
     how = {"way": way, "extra": extra, "kind": "qwen3" if way == "Trainer" and extra else "llama"}
     alone, together = (in_world(jobs.stepped, n, folder=str(tmp_path / str(n)), **how) for n in (1, ranks))
-    assert together == pytest.approx(alone, abs=5e-2 if extra == "autocast" else 2e-6)
+    exact = 2e-6 if transformers.__version__ >= "5" else 2e-4  # before, a Trainer's losses have four digits
+    assert together == pytest.approx(alone, abs=5e-2 if extra == "autocast" else exact)
 
 
 @pytest.mark.nightly
