@@ -36,7 +36,7 @@ TYPES = {
     "gpt_oss": MODELS["gpt_oss"][1],
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4},
     "qwen3_moe": {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_experts": 4},
-    "llama4_text": MODELS["llama4"][1] | {"num_experts_per_tok": 2},  # it computes both
+    "llama4_text": MODELS["llama4"][1] | {"num_local_experts": 1},  # it computes each for all tokens
     "modernbert": MODELS["modernbert"][1],
     "gemma3_encoder": MODELS["gemma3_encoder"][1] | {"model_type": "gemma3_text"},
     "qwen2_vl_text": MROPE,
