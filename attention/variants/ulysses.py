@@ -24,7 +24,7 @@ register(
         name="ulysses",
         summary="heads exchanged for sequence before and after a local call over the whole sequence",
         source="DeepSpeed Ulysses (Jacobs et al., 2023)",
-        use="W divides the heads: the fastest causal step measured on 4 GPUs; its forward receives less than a "
+        use="at least W heads, best a multiple of W: the fastest causal step measured on 4 GPUs; its forward receives less than a "
         "gather where W > 1 + H / Hk",
         executor="all_to_all",
         layout=CONTIGUOUS,

@@ -17,7 +17,7 @@ SMALL = ("seq_len=64", "batch=1", "head_dim=16", "dtype=fp32", "hardware=cpu", "
     ("name", "heads", "world", "mask", "best", "able", "reasons"),
     [
         ("usp_yunchang", (8, 2), 4, CAUSAL, ["ulysses_size"], ["ulysses_size=1", "ulysses_size=2"],
-         {"ulysses_size=4": "divides them among 4 ranks"}),
+         {"ulysses_size=4": "are divided among 4 ranks"}),
         ("usp", (4, 4), 2, FULL, ["ulysses_size", "ring"], ["ulysses_size=1 ring=contiguous", "ulysses_size=2 ring=contiguous"],
          {"ulysses_size=1 ring=zigzag": "is for causal masks"}),
     ],
