@@ -159,9 +159,7 @@ class RunConf:
     deterministic: bool = False  # the same bits in every call
     agreement: bool = True  # ranks compare what they ask for whenever they make a plan
     replay: Any = "none"  # none, graphs or auto, as `attention.make` has it
-    order: str = (
-        "auto"  # of a sweep's samples: sequential, interleaved, interleaved:KEY (runs that differ in it) or auto
-    )
+    order: str = "auto"  # of a sweep's samples: sequential, interleaved, interleaved:KEY, or auto
     until_limit: bool = False  # a sweep does not run lengths beyond one that ended as oom, timeout or crash
     resume: bool = False  # keep the runs that are done; resume=FOLDER on the command line
     dry_run: bool = False  # show what would be run, and end
