@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import compress, pairwise
@@ -47,6 +48,9 @@ class Split:
     lengths: Tensor | None = field(default=None, compare=False)
     positions: Tensor | None = field(default=None, compare=False)  # of this rank's tokens in their documents `[B, s]`
     kept: Tensor | None = field(default=None, compare=False)  # the tokens of all rows that are in the packed batch
+    encoder: Split | None = field(default=None, compare=False)  # whose tokens these, a decoder's, attend to
+    # attention of this rank's tokens of all rows, one after the other, to all of the encoder's
+    cross: Callable[..., Tensor] | None = field(default=None, compare=False)
 
     def part(self, x: Tensor, fill: int = 0) -> Tensor:
         """This rank's part of x `[B, S, ...]`: `[B, s, ...]`, or `[1, s, ...]` of a packed batch. fill: of the padding."""
@@ -82,6 +86,8 @@ class Split:
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, layer: LayerMask, **options: Any) -> Tensor:
         """Attention of a layer's q `[B, s, H, D]`, k and v, this rank's part. options: of a call of `fn`."""
+        if self.encoder and layer == LayerMask():  # what a decoder sees of itself is causal
+            return self._attend_to(self.encoder, q, k, v, options)
         lengths = self.lengths if torch.compiler.is_compiling() else self.cu_seqlens
         if getattr(module, "attn_temperature_tuning", False) and not module.use_rope and self.positions is not None:
             local = torch.arange(q.shape[1], device=q.device)
@@ -92,6 +98,45 @@ class Split:
         if lengths is None:
             return self.fn(q, k, v, **options)
         return self.fn(q[0], k[0], v[0], **options)[None]
+
+    def _attend_to(self, encoder: Split, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention of q `[B, s, H, D]` to the encoder's keys, of which k and v are this rank's part."""
+        if torch.compiler.is_compiling():
+            raise ValueError("cross attention is not known to torch.compile: run the model eagerly")
+        assert self.cross is not None
+        keys = encoder.whole(torch.cat([k, v], -1)).flatten(0, 1)
+        keys = keys if encoder.kept is None else keys[encoder.kept]
+        if keys.requires_grad and not self.fn.layout.replicated:
+            keys.register_hook(partial(_sum, group=self.fn.group))
+        x = q.flatten(0, 1), *keys.split((k.shape[-1], v.shape[-1]), -1)
+        tokens = max(map(len, x))
+        out = self.cross(*(F.pad(y, (0, 0, 0, 0, 0, tokens - len(y)))[None] for y in x), **options)
+        return out[0, : len(x[0])].unflatten(0, q.shape[:2])
+
+
+def _sum(grad: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The gradient of gathered keys, of which each rank has the part of its own queries."""
+    grad = grad.clone(memory_format=torch.contiguous_format)
+    if dist.is_initialized():
+        dist.all_reduce(grad, group=group)
+    return grad
+
+
+def crossed(decoder: Split, encoder: Split, dense: ContextParallel) -> Split:
+    """The decoder's split with its attention to the encoder's tokens. Raises ValueError unless both have the same rows."""
+    rows, tokens = encoder.shape
+    spans = [*pairwise(encoder.cu_seqlens or range(0, rows * tokens + 1, tokens))]
+    if len(spans) != decoder.shape[0]:
+        raise ValueError(
+            f"the decoder has {decoder.shape[0]} rows, the encoder {len(spans)} documents: must be as many; pad rows in "
+            "place of packing them"
+        )
+    assert decoder.positions is not None
+    row = torch.arange(len(spans), device=decoder.positions.device)[:, None]
+    ids = decoder.part(row.expand(decoder.shape), -1).flatten().cpu()
+    runs = _ranges(ids, torch.arange(len(ids)) == 0)
+    parts = [(run, spans[int(ids[run[0]])], (-1, -1)) for run in runs]
+    return replace(decoder, encoder=encoder, cross=partial(dense, mask=masks.rectangles(parts)))
 
 
 def _temperature(module: Any, positions: Tensor) -> Tensor:
@@ -186,13 +231,15 @@ def counted(attend: ContextParallel, labels: Tensor, number: Tensor | int | None
     return number * attend.world if attend.layout.replicated else number
 
 
-def check_batch(input_ids: Any, inputs_embeds: Any, position_ids: Any, **others: Any) -> Tensor:
-    """input_ids or inputs_embeds. Raises ValueError unless they are `[B, S]` or `[B, S, C]`, the others `[B, S]`, and position_ids,
-    too, or `[1, S]`, or `[n, B, S]` with n values a token."""
+def check_batch(
+    input_ids: Any, inputs_embeds: Any = None, position_ids: Any = None, ids: str = "input_ids", **others: Any
+) -> Tensor:
+    """input_ids, by the name `ids`, or inputs_embeds. Raises ValueError unless they are `[B, S]` or `[B, S, C]`, the others
+    `[B, S]`, and position_ids, too, or `[1, S]`, or `[n, B, S]` with n values a token."""
     if input_ids is not None and inputs_embeds is not None:
         raise ValueError("input_ids and inputs_embeds: the model takes one of them; give one")
     name, x, shape = (
-        ("input_ids", input_ids, "[B, S]") if inputs_embeds is None else ("inputs_embeds", inputs_embeds, "[B, S, C]")
+        (ids, input_ids, "[B, S]") if inputs_embeds is None else ("inputs_embeds", inputs_embeds, "[B, S, C]")
     )
     if not isinstance(x, Tensor) or x.dim() != shape.count(",") + 1:
         way_out = f"{name}[None]" if isinstance(x, Tensor) else "torch.tensor([ids]) for one row"

@@ -30,6 +30,7 @@ from attention.huggingface.batch import (
     check_batch,
     check_same,
     counted,
+    crossed,
     reduce_gradients,
     shifted,
     split_of,
@@ -76,15 +77,21 @@ def context_parallel(
     if getattr(model.loss_function, "func", None) is not shifted_loss:  # of an earlier call
         model.loss_function = partial(shifted_loss, model.loss_function)
         model.register_forward_pre_hook(with_layout, with_kwargs=True)
-    return HuggingFace(model, fn)
+        if two_parts(model):
+            model.get_encoder().register_forward_pre_hook(with_layout_of_encoder, with_kwargs=True)
+    # of cross attention, where each rank has a mask of its own
+    dense = make("dense", fn.group, deterministic=fn.settings.deterministic, agreement=False)
+    return HuggingFace(model, fn, dense)
 
 
 @dataclass
 class HuggingFace:
-    """A model with sharded attention; `context_parallel` makes it. fn: the variant's function. last: of the last batch."""
+    """A model with sharded attention; `context_parallel` makes it. fn: the variant's function. dense: that of cross attention. last: of
+    the last batch."""
 
     model: Any
     fn: ContextParallel
+    dense: ContextParallel
     last: Split | None = None
 
     def shard(
@@ -98,6 +105,7 @@ class HuggingFace:
         inputs_embeds: Tensor | None = None,
         token_type_ids: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
         **others: Any,
     ) -> dict[str, Any]:
         """This rank's part `[B, s]` of a batch, as arguments of the model.
@@ -110,26 +118,38 @@ class HuggingFace:
         token are `[n, B, S]`: with n = 4 the first is that of the text, as in transformers.
         attention_mask: `[B, S]` with 0 for padding before and after a row's tokens, which are a document.
         token_type_ids, mm_token_type_ids: `[B, S]`, by which models tell images, whose tokens see each other.
+        decoder_input_ids: `[B, S']` of an encoder-decoder, by default its labels `[B, S']`, moved by one as the model does. Tokens of
+        padding are left out.
         Lengths that do not divide are padded, which `unshard` cuts off.
         Raises ValueError for arguments that differ between ranks or that the model does not take, and for other arguments."""
         if self.fn.variant.decode:
             raise ValueError(f"{self.fn.variant.name} is for model.generate, with past_key_values=cp.cache(tokens=...)")
         named = ("token_type_ids", token_type_ids), ("mm_token_type_ids", mm_token_type_ids)
-        types = {name: x for name, x in named if x is not None}
+        types: dict[str, Any] = {name: x for name, x in named if x is not None}
         taken = signature(self.model.forward).parameters
-        unknown = sorted({name for name, x in others.items() if x is not None} - FOLLOW | types.keys() - taken)
+        asks = {*types, *(() if decoder_input_ids is None else ["decoder_input_ids"])}
+        unknown = sorted({name for name, x in others.items() if x is not None} - FOLLOW | asks - taken.keys())
         check_same(
             self.fn, self.model.device, input_ids=input_ids, labels=labels, position_ids=position_ids,
             attention_mask=attention_mask, cu_seq_lens_q=cu_seq_lens_q, num_items_in_batch=num_items_in_batch,
             inputs_embeds=getattr(inputs_embeds, "shape", None), token_type_ids=token_type_ids,
-            mm_token_type_ids=mm_token_type_ids, other_arguments=unknown,
+            mm_token_type_ids=mm_token_type_ids, decoder_input_ids=decoder_input_ids, other_arguments=unknown,
         )  # fmt: skip
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)}: not known how to shard; leave it out, and give input_ids, or inputs_embeds with images"
             )
-        x = check_batch(input_ids, inputs_embeds, position_ids, labels=labels, attention_mask=attention_mask, **types)
+        two = two_parts(self.model)
+        x = check_batch(
+            input_ids, inputs_embeds, position_ids,
+            labels=None if two else labels, attention_mask=attention_mask, **types,
+        )  # fmt: skip
         check_tokens(self.model)
+        pad = getattr(self.model.config, "pad_token_id", None)
+        if two and attention_mask is None and input_ids is not None and pad in input_ids.unique().tolist():
+            raise ValueError(
+                f"attention_mask=None: the encoder takes ids of {pad} for padding, its decoder does not; give cp.shard the mask"
+            )
         real = (
             torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
             if attention_mask is None
@@ -146,6 +166,15 @@ class HuggingFace:
             batch["position_ids"] = part(mrope.expand(-1, *real.shape).movedim(0, -1)).movedim(-1, 0)
         if "use_cache" in taken:  # no encoder
             batch["use_cache"] = False
+        if two:
+            name, ids = ("labels", labels) if decoder_input_ids is None else ("decoder_input_ids", decoder_input_ids)
+            ids = check_batch(ids, ids=name, labels=labels)
+            ids = self.model.prepare_decoder_input_ids_from_labels(ids) if name == "labels" else ids
+            split, positions = split_of(self.fn, real := torch.ne(ids, -1 if pad is None else pad))
+            self.last = crossed(split, self.last, self.dense)
+            batch |= {"decoder_input_ids": split.part(ids), "decoder_position_ids": split.part(positions)}
+            for side in ("", "decoder_"):  # else the model looks for padding
+                batch[f"{side}attention_mask"] = torch.ones_like(batch[f"{side}position_ids"])
         if labels is not None:
             batch |= self._labels(labels, real, num_items_in_batch)
         return batch | {NAME: self.last}
@@ -245,6 +274,13 @@ def with_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     return args, kwargs | {NAME: layout}
 
 
+def with_layout_of_encoder(
+    encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A hook before an encoder's forward, which gets the layout of its decoder's tokens: it becomes that of its own."""
+    return args, kwargs | ({NAME: layout.encoder} if (layout := kwargs.get(NAME)) else {})
+
+
 def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The model's loss over shift_labels. Raises ValueError if the model does not pass them on: it would shift those of a sharded
     batch again, all of which are `IGNORED`."""
@@ -272,8 +308,15 @@ def _refused(what: object, why: str) -> ValueError:
 
 def language_model(model: Any) -> Any:
     """The part whose attention is sharded: of a model with other modalities that of the text."""
+    if two_parts(model):
+        return model
     text = model.config.get_text_config()
     return next(module for module in model.modules() if getattr(module, "config", None) is text)
+
+
+def two_parts(model: Any) -> bool:
+    """Whether the model has an encoder and a decoder."""
+    return getattr(model.config, "is_encoder_decoder", False)
 
 
 def block_ids(model: Any, types: dict[str, Tensor]) -> Tensor | None:
@@ -292,10 +335,15 @@ def check_images(model: Any, types: dict[str, Tensor], mrope: Tensor | None) -> 
 
 def check_layers(model: Any) -> None:
     """Raises ValueError for layers that mix tokens outside of transformers' attention interface."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise _refused(
-            model, "its cross attention has other keys than queries, which are not sharded; use a decoder or an encoder"
-        )
+    if two_parts(model):
+        takes = {"position_ids", "decoder_position_ids"} - signature(model.forward).parameters.keys()
+        kinds = {x.is_causal for x in model.get_decoder().modules() if hasattr(x, "is_causal")}
+        if takes or kinds != {True, False}:
+            raise _refused(
+                model,
+                "an encoder-decoder must take position_ids and decoder_position_ids, and have cross attention apart from its "
+                "decoder's own, as T5Gemma does; use a decoder or an encoder",
+            )
     language = language_model(model)
     for name, module in language.named_modules():
         if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):

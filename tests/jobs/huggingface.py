@@ -42,6 +42,10 @@ CHUNKS = {
 ENCODER = dict.fromkeys((f"{x}_token_id" for x in ("pad", "bos", "eos", "cls", "sep")), 0) | {"hidden_size": 64}
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1}
 MROPE = {"hidden_size": 64, "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]}}
+TWO = {
+    name: SHAPE | WINDOWS | {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "initializer_range": 0.2}
+    for name in ("encoder", "decoder")
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "qwen3": ("Qwen3", {}),
@@ -166,6 +170,32 @@ def trained(me: Rank, kind: str, cases: list[tuple[str, str | None]], autocast: 
         dist.all_reduce(loss)
         results = [loss, cp.unshard(out.logits, batch), *gradients_of(model)]
         errors.append(worst(results, alone(kind, form, **options)))
+    return [max(x) for x in zip(*me.gather(errors), strict=True)]
+
+
+def crossed(me: Rank, cases: list[tuple[str, int, int, int]]) -> list[float]:
+    """For each case (variant, encoder's tokens, decoder's, padding of each one's last row) the largest relative error of an
+    encoder-decoder's loss, logits and gradients."""
+    torch.manual_seed(0)
+    model = transformers.T5GemmaForConditionalGeneration(transformers.T5GemmaConfig(**TWO, vocab_size=VOCABULARY))
+    errors = []
+    for variant, *lengths, padding in cases:
+        ids, labels = (torch.randint(3, VOCABULARY, (ROWS, tokens)) for tokens in lengths)
+        ids[-1, lengths[0] - padding :], labels[-1, lengths[1] - padding :] = 0, -100
+        batch = {"input_ids": ids, "labels": labels, "attention_mask": (ids != 0).long()}
+        results = []
+        for cp in (context_parallel(model, variant), None):
+            model.set_attn_implementation("context_parallel" if cp else "eager")
+            model.zero_grad()
+            out = model(**(cp.shard(**batch) if cp else batch))
+            out.loss.backward()
+            loss, logits = out.loss.detach().clone(), out.logits
+            if cp:
+                cp.reduce_gradients()
+                dist.all_reduce(loss)
+                logits = cp.unshard(logits)
+            results.append([loss, logits[labels != -100], *gradients_of(model)])
+        errors.append(worst(*results))
     return [max(x) for x in zip(*me.gather(errors), strict=True)]
 
 

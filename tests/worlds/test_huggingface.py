@@ -57,6 +57,12 @@ def test_padding_embeddings_images_and_their_positions_give_the_loss_of_one_rank
     assert max(in_world(jobs.trained, world, kind=kind, cases=cases)) < 5e-6
 
 
+@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, T5Gemma passes on other arguments")
+@pytest.mark.parametrize("world", [2, 4])
+def test_an_encoder_and_its_decoder_have_the_loss_and_gradients_of_one_rank(in_world, world):
+    assert max(in_world(jobs.crossed, world, cases=[("ring", 30, 13, 4), ("ulysses", 9, 24, 0)])) < 5e-6
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, these are other models")
 @pytest.mark.parametrize("kind", ["llama4", "modernbert"])
@@ -364,7 +370,7 @@ def test_dropout_is_refused_in_training_only():
         (
             "BartForConditionalGeneration",
             {"d_model": 32},
-            "BartForConditionalGeneration: its cross attention has other keys than queries",
+            "BartForConditionalGeneration: an encoder-decoder must take position_ids and decoder_position_ids",
         ),
     ],
 )
