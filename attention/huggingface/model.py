@@ -140,21 +140,13 @@ class HuggingFace:
                 f"{', '.join(unknown)}: not known how to shard; leave it out, and give input_ids, or inputs_embeds with images"
             )
         two = two_parts(self.model)
-        x = check_batch(
-            input_ids, inputs_embeds, position_ids,
-            labels=None if two else labels, attention_mask=attention_mask, **types,
-        )  # fmt: skip
+        types_and_labels = types | {"labels": None if two else labels, "attention_mask": attention_mask}
+        x = check_batch(input_ids, inputs_embeds, position_ids, **types_and_labels)
         check_tokens(self.model)
         pad = getattr(self.model.config, "pad_token_id", None)
         if two and attention_mask is None and input_ids is not None and pad in input_ids.unique().tolist():
-            raise ValueError(
-                f"attention_mask=None: the encoder takes ids of {pad} for padding, its decoder does not; give cp.shard the mask"
-            )
-        real = (
-            torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
-            if attention_mask is None
-            else attention_mask != 0
-        )
+            raise ValueError(f"attention_mask=None: the encoder takes ids of {pad} for padding; give cp.shard the mask")
+        real = x.new_ones(x.shape[:2], dtype=torch.bool) if attention_mask is None else attention_mask != 0
         mrope = position_ids if position_ids is not None and position_ids.dim() == 3 else None
         text = position_ids if mrope is None else mrope[0] if len(mrope) == 4 else None
         check_images(self.model, types, mrope)
@@ -167,17 +159,28 @@ class HuggingFace:
         if "use_cache" in taken:  # no encoder
             batch["use_cache"] = False
         if two:
-            name, ids = ("labels", labels) if decoder_input_ids is None else ("decoder_input_ids", decoder_input_ids)
-            ids = check_batch(ids, ids=name, labels=labels)
-            ids = self.model.prepare_decoder_input_ids_from_labels(ids) if name == "labels" else ids
-            split, positions = split_of(self.fn, real := torch.ne(ids, -1 if pad is None else pad))
-            self.last = crossed(split, self.last, self.dense)
-            batch |= {"decoder_input_ids": split.part(ids), "decoder_position_ids": split.part(positions)}
-            for side in ("", "decoder_"):  # else the model looks for padding
-                batch[f"{side}attention_mask"] = torch.ones_like(batch[f"{side}position_ids"])
+            decoder, real = self._decoder(decoder_input_ids, labels, pad)
+            batch |= decoder | {"attention_mask": torch.ones_like(batch["position_ids"])}
         if labels is not None:
             batch |= self._labels(labels, real, num_items_in_batch)
         return batch | {NAME: self.last}
+
+    def _decoder(self, ids: Tensor | None, labels: Tensor | None, pad: int | None) -> tuple[dict[str, Any], Tensor]:
+        """This rank's part of the decoder's tokens, as arguments of the model, and where in the batch there is no padding. The split of
+        the encoder's tokens, the last, becomes that of both."""
+        name = "labels" if ids is None else "decoder_input_ids"
+        ids = check_batch(labels if ids is None else ids, ids=name, labels=labels)
+        ids = self.model.prepare_decoder_input_ids_from_labels(ids) if name == "labels" else ids
+        split, positions = split_of(self.fn, real := torch.ne(ids, -1 if pad is None else pad))
+        assert self.last is not None
+        self.last = crossed(split, self.last, self.dense)
+        part = split.part(positions)
+        ones = torch.ones_like(part)  # else the model looks for padding
+        return {
+            "decoder_input_ids": split.part(ids),
+            "decoder_position_ids": part,
+            "decoder_attention_mask": ones,
+        }, real
 
     def _labels(self, labels: Tensor, real: Tensor, number: Tensor | int | None) -> dict[str, Any]:
         """This rank's shifted labels and the whole batch's number of them, as arguments of the model. real: where there is no padding.
