@@ -2,7 +2,7 @@
 
     python benchmarks/entered.py [OVERRIDES ...]
 
-A module that is only imported does not count. The default is `attention=zigzag config=tiny world_size=2`."""
+What an import runs does not count. The default is `attention=zigzag config=tiny world_size=2`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ ROOT = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 PROFILE = """
 import os, sys, threading
 entered = set()
+def importing(frame):
+    while frame is not None and (frame.f_code.co_name != "<module>" or frame.f_globals["__name__"] == "__main__"):
+        frame = frame.f_back
+    return frame is not None
 def profile(frame, event, arg):
-    code = frame.f_code
-    # module and class bodies, which an import runs, have no fast locals
-    if event == "call" and code.co_flags & 1 and code.co_filename not in entered:
-        entered.add(code.co_filename)
-        if code.co_filename.startswith({root!r}):
+    name = frame.f_code.co_filename
+    if event == "call" and name.startswith(({root!r} + "attention/", {root!r} + "runner/")) and name not in entered:
+        if not importing(frame):
+            entered.add(name)
             with open(f"{folder}/{{os.getpid()}}", "a") as log:
-                log.write(code.co_filename.removeprefix({root!r}) + "\\n")
+                log.write(name.removeprefix({root!r}) + "\\n")
 os.register_at_fork(after_in_child=entered.clear)
 threading.setprofile(profile)
 sys.setprofile(profile)
