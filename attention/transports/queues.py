@@ -68,7 +68,13 @@ class HostQueue:
         """Starts `run`, which uses `tensors`, after all earlier work of the caller (with `since`: after its work before that
         moment). `after` is called at the end of the handle's `wait`."""
         self.join()
-        return QueuedWork(self, self.thread.submit(run), what, step, after)
+        return QueuedWork(self, self._submit(run), what, step, after)
+
+    def _submit(self, run: Work) -> Future[object]:
+        """In the caller's mode: outside of inference mode no thread may write into its tensors."""
+        if torch.is_inference_mode_enabled():
+            run = torch.inference_mode()(run)
+        return self.thread.submit(run)
 
     def wait(self, started: Future[object]) -> None:
         self.calls.wait(started)
@@ -84,7 +90,7 @@ class HostQueue:
     def then(self, run: Work) -> None:
         """Starts `run` after all issued work; it waits for nothing else. If it raises, the next `issue`, `join` or wait
         for a handle raises."""
-        self.pending.append(self.thread.submit(run))
+        self.pending.append(self._submit(run))
 
     def aside(self, run: Work) -> None:
         """Starts a small `run` after all earlier work of the caller; later work need not wait for it."""

@@ -110,15 +110,16 @@ def _compiled(
     return {"error": error, "graphs": compiler.frame_count, "kept": len(attention.compiled.kept), "warnings": messages}
 
 
-def trained_after_inference(me: Rank, name: str) -> list[str | None]:
-    """By rank, what is wrong with a training step of a group whose first call was under inference mode."""
-    case, group = (
-        Case(name, me.world, 32 * me.world, 4, 4, 64, 0, transport="symm"),
-        dist.new_group(list(range(me.world))),
-    )
-    x = torch.randn(1, 32, 4, 64)
+def trained_after_inference(me: Rank, name: str, transport: str) -> list[str | None]:
+    """By rank, what is wrong with a training step of a group whose first call, and an `unshard`, were under inference mode."""
+    group = dist.new_group(list(range(me.world)))
+    case = Case(name, me.world, 32 * me.world, 4, 4, 64, 0, transport=transport)
+    fn, x = attention.make(name, group=group, transport=transport), torch.arange(32.0 * me.world)[None]
     with torch.inference_mode():
-        attention.make(name, group=group, transport="symm")(x, x, x, causal=True)
+        part = fn.shard(x)
+        qkv = part[:, :, None, None].expand(-1, -1, 4, 64)
+        fn(qkv, qkv, qkv, causal=True)
+        assert torch.equal(fn.unshard(part), x)
     return me.gather(wrong(case, compute(case, group)))
 
 
