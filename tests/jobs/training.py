@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import pickle
 import warnings
@@ -82,6 +83,8 @@ def _compiled(
         return call(again, again.sin(), again.cos()).exp()
 
     torch.compiler.reset()
+    gc.collect()  # an earlier job's models
+    before = len(attention.compiled.kept)
     compiler = counter(backend)
     again = torch.compile(model, fullgraph=not (inside or decode), backend=compiler)
     handler = logging.Handler(logging.WARNING)
@@ -107,7 +110,12 @@ def _compiled(
             error = max(error, _apart(*runs))
     logging.getLogger("torch").removeHandler(handler)
     messages += [str(warning.message) for warning in warned]
-    return {"error": error, "graphs": compiler.frame_count, "kept": len(attention.compiled.kept), "warnings": messages}
+    return {
+        "error": error,
+        "graphs": compiler.frame_count,
+        "kept": len(attention.compiled.kept) - before,
+        "warnings": messages,
+    }
 
 
 def trained_after_inference(me: Rank, name: str, transport: str) -> list[str | None]:
