@@ -68,11 +68,12 @@ def call(
     mask: Mask | str | None = None, window: tuple[int, int] = (-1, -1), padding: int = 0, causal: bool = False,
     scale: float | None = None, softcap: float | None = None, return_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """A call of `fn`, as the compiler traces it."""
+    """A call of `fn`, as the compiler traces it: arguments and results are those of `ContextParallel.__call__`. mask: also a handle
+    in `masks`."""
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     handle = mask or ""
     if isinstance(handle, Mask):
-        id(handle)  # the graph is of this mask
+        id(handle)  # so the compiler checks at each call that the mask is still this object
         handle = _handle_of_mask(handle)
     lengths = cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
     arguments = q, k, v, sinks, lengths, fn.handle, handle, causal, scale, *window, padding, softcap, gradient

@@ -182,14 +182,14 @@ def split_of(
     block_ids: Tensor | None = None,
 ) -> tuple[Split, Tensor]:
     """(split, positions `[B, S]`) of a global batch, whose documents begin where positions are 0 or where the cumulative lengths
-    over all rows say. real: `[B, S]`, False for padding, which is left out. block_ids: `[B, S]`, by the same number of at least 0
-    for the tokens of a block. Raises ValueError where positions and lengths disagree, unless positions rise by one or restart at
+    over all rows say. real: `[B, S]`, False for padding, which is left out. block_ids: `[B, S]`, one number of at least 0 for all
+    tokens of a block, -1 for none. Raises ValueError where positions and lengths disagree, unless positions rise by one or restart at
     0, as they do in every row, and for padding between tokens."""
     counts = real.sum(1)
     first = real & ~F.pad(real, (1, 0))[:, :-1]
     if int(counts.min()) == 0 or int(first.sum(1).max()) > 1:
         raise ValueError(
-            "attention_mask must be 1 for some tokens of each row that follow each other, and 0 before and after"
+            "attention_mask: in each row there may be zeros, then one or more ones, then zeros; no other order"
         )
     by_row = (0, *counts.cumsum(0).tolist())
     lengths = None if cu_seqlens is None else tuple(dict.fromkeys(check_cu_seqlens(cu_seqlens, by_row[-1])))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from inspect import getsource, signature, unwrap
 from typing import Any
@@ -79,20 +79,21 @@ def context_parallel(
         model.register_forward_pre_hook(with_layout, with_kwargs=True)
         if two_parts(model):
             model.get_encoder().register_forward_pre_hook(with_layout_of_encoder, with_kwargs=True)
-    # of cross attention, where each rank has a mask of its own
-    dense = make("dense", fn.group, deterministic=fn.settings.deterministic, agreement=False)
-    return HuggingFace(model, fn, dense)
+    return HuggingFace(model, fn)
 
 
 @dataclass
 class HuggingFace:
-    """A model with sharded attention; `context_parallel` makes it. fn: the variant's function. dense: that of cross attention. last: of
-    the last batch."""
+    """A model with sharded attention; `context_parallel` makes it. fn: the variant's function. last: of the last batch."""
 
     model: Any
     fn: ContextParallel
-    dense: ContextParallel
     last: Split | None = None
+
+    @cached_property
+    def dense(self) -> ContextParallel:
+        """The function of cross attention, where each rank has a mask of its own."""
+        return make("dense", self.fn.group, deterministic=self.fn.settings.deterministic, agreement=False)
 
     def shard(
         self,
@@ -140,8 +141,8 @@ class HuggingFace:
                 f"{', '.join(unknown)}: not known how to shard; leave it out, and give input_ids, or inputs_embeds with images"
             )
         two = two_parts(self.model)
-        types_and_labels = types | {"labels": None if two else labels, "attention_mask": attention_mask}
-        x = check_batch(input_ids, inputs_embeds, position_ids, **types_and_labels)
+        by_token = types | {"labels": None if two else labels, "attention_mask": attention_mask}
+        x = check_batch(input_ids, inputs_embeds, position_ids, **by_token)
         check_tokens(self.model)
         pad = getattr(self.model.config, "pad_token_id", None)
         if two and attention_mask is None and input_ids is not None and pad in input_ids.unique().tolist():

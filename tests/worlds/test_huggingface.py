@@ -300,7 +300,10 @@ def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):
     ("given", "message"),
     [
         ({"attention_mask": torch.ones(2, 8, 8)}, r"attention_mask is a tensor \[2, 8, 8\].*must be a tensor \[2, 8\]"),
-        ({"attention_mask": IDS % 3}, "attention_mask must be 1 for some tokens of each row that follow each other"),
+        (
+            {"attention_mask": IDS % 3},
+            "attention_mask: in each row there may be zeros, then one or more ones, then zeros",
+        ),
         (
             {"attention_mask": IDS < 12, "labels": IDS},
             r"labels are not -100 at padding: set them, labels\[attention_mask",
