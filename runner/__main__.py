@@ -91,6 +91,7 @@ def _program(options: argparse.Namespace) -> int:
 
     from runner import app, command, plan
     from runner.config import folders, overrides
+    from runner.config.values import redacted
 
     if options.shell_completion:
         sys.argv[0] = "attention-runner"  # the installed command
@@ -100,7 +101,7 @@ def _program(options: argparse.Namespace) -> int:
     arguments = command.expand(folders.resumed(options.overrides))
     multirun = options.multirun or command.is_sweep(arguments)
     if options.cfg:
-        print(OmegaConf.to_yaml(overrides.composed(overrides.jobs(arguments, multirun)[0])))
+        print(redacted(OmegaConf.to_yaml(overrides.composed(overrides.jobs(arguments, multirun)[0]))))
         return 0
     if "dry_run=true" in arguments:
         plan.dry_run(arguments, multirun)

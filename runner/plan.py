@@ -17,7 +17,7 @@ from runner.config import folders, overrides
 from runner.config.experiment import Experiment
 from runner.config.resolve import experiment, identity, key_of, run_name, usable_gpus
 from runner.config.rules.machine import MachineLimits, check_fits
-from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, UnsupportedHere, redacted
 from runner.launch.processes import cores
 from runner.measure import duration, metrics
 from runner.output import reader, terminal
@@ -120,7 +120,7 @@ def show(plan: PlannedRuns) -> None:
     """Print the whole plan."""
     swept_texts, rows = swept([run.overrides for run in plan.runs]), []
     for run in plan.runs:
-        label = " ".join(text for text in run.overrides if text in swept_texts) or run.name
+        label = redacted(" ".join(text for text in run.overrides if text in swept_texts)) or run.name
         flops = "" if run.flops is None else terminal.flop(run.flops)
         about = terminal.seconds(run.seconds) if run.seconds else ""
         rows.append([label, run.state, flops, about, run.reason or run.basis or ""])

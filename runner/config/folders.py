@@ -96,16 +96,16 @@ def resumed(arguments: Sequence[str]) -> list[str]:
                 f"resume=true {SWEEP}FOLDER and the sweep's own overrides"
             )
         return list(arguments)
-    path = Path(given[-1]) / PLAN
-    if not path.is_file() or not path.stat().st_size:
-        reason = f"no {PLAN} there; give the folder of a sweep, or resume=true with the sweep's overrides"
-        raise InvalidConfig(f"resume={shown(given[-1])}: {reason}")
-    earlier = yaml.safe_load(path.read_text())["hydra"]["overrides"]
-    both = [
-        text
-        for text in (*earlier["hydra"], *earlier["task"], *arguments)
-        if not text.startswith(("resume=", SWEEP, "hydra.mode="))
-    ]
+    try:
+        earlier = yaml.safe_load(read_text(Path(given[-1], PLAN)))["hydra"]["overrides"]
+        both = [
+            text
+            for text in (*earlier["hydra"], *earlier["task"], *arguments)
+            if not text.startswith(("resume=", SWEEP, "hydra.mode="))
+        ]
+    except Exception:  # the file may hold anything
+        reason = f"no {PLAN} of a sweep there; give the folder of a sweep, or resume=true with the sweep's overrides"
+        raise InvalidConfig(f"resume={shown(given[-1])}: {reason}") from None
     return [*both, "resume=true", f"{SWEEP}{quoted(given[-1])}"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from attention import masks
-from runner.config.values import InvalidConfig
+from runner.config.values import InvalidConfig, whole
 from runner.models import Config, Kind
 from runner.reading import read_text
 
@@ -18,6 +18,7 @@ NAMES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "mlp": "interme
 HEADS = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
 CONTEXT = 8192  # tokens of a run by default, where the model is for as many
 MOST_BYTES = 1 << 20  # of a file
+MOST_LAYERS = 1024  # each is made and counted
 OTHER_TASKS = ("classifier", "summary")  # dropout that a causal LM does not have
 
 
@@ -67,6 +68,7 @@ def _read(text: str, sizes: str, by_type: bool) -> str:
     from attention.huggingface.model import check_tokens
 
     config, zeroed = _configuration(json.loads(text), json.loads(sizes)), []
+    whole(NAMES["layers"], getattr(config.get_text_config(), NAMES["layers"], 1), most=MOST_LAYERS)
     for name, x in config.to_dict().items():
         if ("dropout" in name or name.endswith("_pdrop")) and x and not name.startswith(OTHER_TASKS):
             if not by_type:

@@ -88,6 +88,8 @@ def key_of(config: Mapping[str, Any]) -> str:
         values["launch"] |= _LIMITS
     if "timing" in values:
         values["timing"] = {"do_bench": False} | values["timing"]  # an option of earlier versions
+    if values.get("phases") == "table":  # the same phases are recorded
+        values["phases"] = True
     if values.get("kv_heads") is None:  # as many as heads: said so or not, it is the same run
         values["kv_heads"] = values.get("heads")
     for path, before in _LATER.items():

@@ -84,6 +84,14 @@ def remarks(rows: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     if {entry.get("seqlens") is None for entry in ran} == {True, False}:
         found["Rows with sequences are of packed batches: less work than one sequence of as many tokens."] = ()
+    if dense := {
+        f"{entry['mask']} at {entry['seq_len']:,} tokens"
+        for entry in ran
+        if entry["mask"] not in (None, "full", "causal") and entry["sparsity_ratio"] == 0
+    }:
+        found[
+            f"Dense attention, as the mask removes no pair: {', '.join(sorted(dense))}; take more tokens or other parameters."
+        ] = ()
     if any(entry.get("exposed_forward_ms") is not None for entry in ran):
         exposed = "exp. fwd", "exp. bwd"
         found[
@@ -93,11 +101,16 @@ def remarks(rows: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
 
 
 def shown(rows: list[dict[str, Any]]) -> list[Column]:
-    """The columns of a table of these rows: those that are not empty and, of what is swept, those in which the rows differ."""
+    """The columns of a table of these rows: those that are not empty and, of what is swept, those in which the rows differ. A
+    sparsity is shown wherever there is one."""
     return [
         column
         for column in TABLE
-        if (differ(rows, column) if column.swept else any(entry[column.key] is not None for entry in rows))
+        if (
+            differ(rows, column) or (column.measured and any(entry[column.key] for entry in rows))
+            if column.swept
+            else any(entry[column.key] is not None for entry in rows)
+        )
     ]
 
 

@@ -1,7 +1,10 @@
 """What the runs of a sweep share: its folder, its seed, the lengths that failed."""
 
+import pytest
+
 from runner.app import Tally
 from runner.config import folders
+from runner.config.values import InvalidConfig
 from tests.support.command import results_in, run
 from tests.support.composing import configured
 
@@ -12,8 +15,11 @@ def test_a_sweep_has_the_seed_that_its_folder_records_else_that_of_the_process(t
     (tmp_path / "seed").write_text("1234")
     folders.record(tmp_path, [])
     assert folders.seed(tmp_path) == 1234
-    for damaged in ("", "x", "-1", "9" * 30):
-        (tmp_path / "seed").write_text(damaged)
+    for damaged in ("", "[x", "-1", "hydra: {overrides: {hydra: [], task: [[x]]}}", "9" * 30):
+        for name in ("seed", folders.PLAN):
+            (tmp_path / name).write_text(damaged)
+        with pytest.raises(InvalidConfig, match=r"no multirun\.yaml of a sweep there; give"):
+            folders.resumed([f"resume={tmp_path}"])
         assert folders.seed(tmp_path) == folders.seed(tmp_path / "other") == folders.fresh_seed()
 
 

@@ -106,12 +106,12 @@ def test_an_agent_that_was_killed_is_named_with_the_signal(world):
     def kill():
         while [state["phase"] for state in world.files.states()] != ["working"] * 2:
             time.sleep(0.02)
-        os.kill(world.agent.process.pid, signal.SIGKILL)
+        os.kill(world.agent.process.pid, 39)  # a real-time signal without a name
 
     threading.Thread(target=kill, daemon=True).start()
     outcome = world.call(faults.sleep_on, {"rank": 1, "seconds": 60})
     assert (outcome.status, outcome.rank) == ("crash", None) and outcome.begun
-    assert "the agent that had started the ranks was killed by SIGKILL" in outcome.reason
+    assert "the agent that had started the ranks was killed by signal 39" in outcome.reason
     assert gone(pids)
 
 
@@ -127,6 +127,15 @@ def test_a_hanging_rank_is_a_timeout_with_its_stack_which_may_take_a_while(world
     log = (tmp_path / "log").read_text()
     assert "[rank 0] Current thread" in log and "[rank 1] Current thread" in log and " in late" in log
     assert gone(pids)
+
+
+def test_time_in_which_the_program_was_stopped_does_not_count(world):
+    """As between two polls that are far apart. Without that, the rank would be silent for longer than its limit."""
+    gaps = iter([4.0])
+    world.call(faults.pids, {})  # so that the ranks have started
+    arguments = {"rank": 1, "seconds": 5.0}
+    outcome = world.call(faults.sleep_on, arguments, 3.0, progress=lambda _: time.sleep(next(gaps, 0.0)))
+    assert outcome.status == "ok", outcome.reason
 
 
 @pytest.mark.parametrize("how", ["fork", "spawn"])

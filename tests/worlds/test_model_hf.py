@@ -125,6 +125,8 @@ def test_dropout_of_a_types_defaults_is_set_to_0_and_named(config):
     assert sorted(without_dropout(spec.model.huggingface)) == ["attn_pdrop", "embd_pdrop", "resid_pdrop"]
     with pytest.raises(InvalidConfig, match=r"gpt2.json: \w+_pdrop=0.1: .*set it to 0 in the file"):
         resolved(*RUN, config("gpt2", dropout=True), "attention=ring")
+    with pytest.raises(InvalidConfig, match=r"num_hidden_layers=1025: must be at most 1024"):
+        resolved(*RUN, config("gpt2", num_hidden_layers=1025))
 
 
 @pytest.mark.parametrize(

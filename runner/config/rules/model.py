@@ -17,7 +17,7 @@ from attention.variants.registry import AUTO
 from runner.config import huggingface, schema
 from runner.config.experiment import HF, NONE, Experiment, Model
 from runner.config.rules.attention import settings
-from runner.config.values import InvalidConfig, one_of, plain, shown
+from runner.config.values import InvalidConfig, one_of, plain, shown, whole
 from runner.models import SPARSE, Config
 
 SIZES = ("layers", "hidden", "mlp", "vocabulary")
@@ -38,6 +38,7 @@ def model(cfg: DictConfig) -> Model | None:
             f"model.recompute={shown(given['recompute'])} model.steps={given['steps']} model.learning_rate={given['learning_rate']}: "
             "must be true or false, and two numbers; the defaults are false, 20 and 0.001"
         )
+    whole("model.layers", 1 if given["layers"] is None else given["layers"], most=huggingface.MOST_LAYERS)
     own_masks = _own_masks(cfg)
     if name != HF:
         return Model(name=name, own_masks=own_masks, **given)

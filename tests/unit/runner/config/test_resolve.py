@@ -94,6 +94,7 @@ INVALID = {
     "timing.new_packs=true attention=llama3 seqlens=[64,128,192,256,64,64,256]": "420 orders",
     "replay=graph": "replay=graph: must be one of none, graphs",
     "replay=graphs timing=cudagraph": "two ways to capture graphs",
+    "model=decoder_tiny model.layers=10000000": "at most 1024",
     "nvtx=true": "NVTX ranges are for nsys",
 }  # fmt: skip
 
@@ -257,7 +258,14 @@ MEASURED = [
     "attention=ring", "config=medium", "seq_len=512", "window=[4,0]", "dtype=fp32", "kernel=math", "timing=simple", "sinks=true", "chunk=64",
     "timing.timing_runs=11", "seqlens=random", "seed=1", "mode=forward", "baseline=none", "check.enabled=false",
 ]  # fmt: skip
-UNMEASURED = ["output=/elsewhere", "resume=true", "launch.timeout_s=9", "order=sequential", "kv_heads=null"]
+UNMEASURED = [
+    "output=/elsewhere",
+    "resume=true",
+    "launch.timeout_s=9",
+    "order=sequential",
+    "kv_heads=null",
+    "phases=table",
+]
 
 
 def test_identity_differs_with_what_is_measured_and_nothing_else():
