@@ -48,6 +48,7 @@ from attention.replay import check_replay
 from attention.shard_check import check_shards
 from attention.tensors import fit
 from attention.transports import Transport
+from attention.variants.base import ways_out
 from attention.variants.registry import AUTO, SUMMARY, everything, variant
 
 __all__ = ["ContextParallel", "make", "names"]
@@ -237,7 +238,7 @@ class ContextParallel:
         try:
             shards = self._shards(cu, added)
         except ValueError as error:
-            raise ValueError(f"{error}, or fn.shard(x, pad=True)") from None
+            raise ValueError(f"{error}{ways_out(cu, self.world) or ', or fn.shard(x, pad=True)'}") from None
         if added:  # the shards are those of the whole with its padding
             x = torch.cat([x, x.new_zeros((*x.shape[:dim], added, *x.shape[dim + 1 :]))], dim)
         parts = [token_range(x, dim, r) for r in shards[self.rank]]

@@ -260,9 +260,11 @@ def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
     """Raises ValueError unless the sinks are one logit for each of q's heads."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor) or sinks.shape != q.shape[-2:-1]:
-        shape = list(sinks.shape) if isinstance(sinks, Tensor) else _text(sinks)
-        raise ValueError(f"sinks: {shape} given: must be a tensor [{q.shape[-2]}], a logit for each head of q")
+    check_plain("sinks", sinks)
+    if sinks.shape != q.shape[-2:-1]:
+        raise ValueError(
+            f"sinks: {list(sinks.shape)} given: must be a tensor [{q.shape[-2]}], a logit for each head of q"
+        )
     if sinks.dtype not in DTYPES or sinks.device != q.device:
         raise ValueError(
             f"sinks are {sinks.dtype} on {sinks.device}: must be bf16, fp16, fp32 or fp64 on {q.device}; "

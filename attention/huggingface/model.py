@@ -47,7 +47,9 @@ except ImportError as error:
 
 NAME = "context_parallel"  # of our attention among transformers', and of the layout among a batch's arguments
 # Arguments that attention need not know: the tensors have them already, or the loss needs them
-UNUSED = {"position_ids", "cache_position", "use_cache", "shift_labels", "num_items_in_batch", "past_key_values"}
+UNUSED = {
+    "position_ids", "cache_position", "use_cache", "shift_labels", "num_items_in_batch", "past_key_values", "output_hidden_states",
+}  # fmt: skip
 FOLLOW = {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # from cu_seq_lens_q
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # whose tokens attention alone mixes
 OURS = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}  # names of transformers and of a call

@@ -209,7 +209,7 @@ def takers(mask: Mask, tokens: int) -> str:
     return sharded(lambda v: causal or v.takes(FULL))
 
 
-def ways_out(cu_seqlens: CuSeqlens, world: int, form: Band | Mask) -> str:
+def ways_out(cu_seqlens: CuSeqlens, world: int, form: Band | Mask = CAUSAL) -> str:
     """How to go on with a packed batch whose lengths a layout does not divide; nothing for one sequence."""
     if len(cu_seqlens) == 2:
         return ""

@@ -94,15 +94,15 @@ def unsharded(me: Rank, names: list[str]) -> list[dict[str, str]]:
 
 
 def distributed_tensors(me: Rank, name: str) -> list[list[str]]:
-    """By rank, the refusals of DTensors: as q, as k alone, to shard and to unshard."""
+    """By rank, the refusals of DTensors: as k alone, as sinks, to shard and to unshard."""
     from torch.distributed.tensor import DTensor, Shard
 
     fn, mesh = attention.make(name), init_device_mesh("cpu", (me.world,))
     x = torch.zeros(1, 8, 2, 8)
     whole = DTensor.from_local(x, mesh, [Shard(2)])
     calls = (
-        lambda: fn(whole, whole, whole),
         lambda: fn(x, whole, x),
+        lambda: fn(x, x, x, sinks=whole),
         lambda: fn.shard(whole),
         lambda: fn.unshard(whole),
     )

@@ -415,7 +415,7 @@ def test_a_loss_of_another_kind_is_refused():
         cp = context_parallel(model, "dense")
         with pytest.raises(ValueError, match=f"the model's loss is {loss}"):
             cp.shard(IDS, IDS)
-    out = model(**cp.shard(IDS)).logits
+    out = model(**cp.shard(IDS), output_hidden_states=True).logits
     model.set_attn_implementation("eager")
     torch.testing.assert_close(out, model(IDS).logits)  # a full mask
 

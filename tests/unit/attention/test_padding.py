@@ -23,16 +23,17 @@ def test_a_refusal_names_what_the_caller_gave_and_all_that_would_work():
     fn, x, packed = attention.make("zigzag"), torch.randn(1, 7, 2, 4), torch.randn(8, 2, 4)
     with pytest.raises(ValueError, match=r"seq_len=7: .* 8 would work, or fn.shard\(x, pad=True\)"):
         fn.shard(x)
+    with pytest.raises(ValueError, match=r"padding=-1: .*fn.shard"):
+        fn.unshard(x, padding=-1)
     rule = r"mask=prefix_lm\(prefix=2\), full attention with cu_seqlens=\[0, 4, 8\]: .*; use balanced, llama3, ring, "
     with pytest.raises(ValueError, match=rule):
         fn(packed, packed, packed, cu_seqlens=[0, 4, 8], mask=masks.prefix_lm(2))
-    with pytest.raises(ValueError, match=r"length=37: .* 36 would work; .* and balanced, llama3 or ulysses would take"):
-        VARIANTS["zigzag"].problem((0, 100, 137, 256), 2, Band(-1, 0))
-
-
-def test_an_unshard_refuses_what_cannot_be_padding():
-    with pytest.raises(ValueError, match=r"padding=-1: .*fn.shard"):
-        attention.make("zigzag").unshard(torch.randn(1, 8, 2, 4), padding=-1)
+    fn.world, cu = 2, (0, 100, 137, 256)
+    for refused in (lambda: VARIANTS["zigzag"].problem(cu, 2, Band(-1, 0)), lambda: fn.shard(torch.zeros(256), cu)):
+        with pytest.raises(
+            ValueError, match=r"length=37: .* 36 would work; .* and balanced, llama3 or ulysses would take"
+        ):
+            refused()
 
 
 def test_the_keys_of_a_decode_are_not_padded():
