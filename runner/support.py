@@ -172,3 +172,7 @@ default options, every package installed and the transport symm.
 - A variant under another kernel also lacks what the kernel lacks. {" ".join(f"`{name}` is for one GPU." for name in ONE_RANK)}
 - `kv_lengths` and `prefix` are for decodes, `replay=graphs` is for all others. Modules: docs/dilated.md. External packages: docs/external.md.
 """
+
+
+if __name__ == "__main__":
+    raise SystemExit("error: python -m runner.support is gone; use python -m runner.catalog support")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -18,7 +19,9 @@ from runner.config.values import CannotWrite, Refusal, message, shown
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """In one line, with what there is."""
-        self.exit(2, f"error: {shown(message)}; {' '.join(self.format_usage().split())}\n")
+        usage, flag = " ".join(self.format_usage().split()), re.search(r"unrecognized arguments: --([\w.]+)", message)
+        way_out = f"write {flag[1]}=VALUE" if flag and "KEY=VALUE" in usage else usage
+        self.exit(2, f"error: {shown(message)}; {way_out}\n")
 
 
 def parser(module: str, about: str | None) -> argparse.ArgumentParser:

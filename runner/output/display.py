@@ -21,6 +21,7 @@ from runner.record.result import Result
 LIMITS = {"compute": "matrix products", "memory": "memory", "communication": "links"}
 SWEPT = 10  # so much later a narrow terminal leaves out what the runs differ in
 LONG_S = 60.0  # a run expected to take longer is announced
+MEAN = "mean of all calls, timed together"  # what timing=simple gives
 
 
 class Progress:
@@ -102,8 +103,8 @@ def what_ran(result: Result) -> str:
     work += columns.features(row)
     how = [f"{asked.world_size} rank{'' if asked.world_size == 1 else 's'}", asked.mode]
     if timing:
-        samples = timing.passes["forward"].n
-        how.append(f"{asked.timing.method}: {timing.warmup_iterations} to warm up, {samples} samples")
+        samples = f"{timing.warmup_iterations} to warm up, {timing.passes['forward'].n} samples"
+        how.append(f"{timing.method}: {MEAN if timing.method == 'simple' else samples}")
     variant = " ".join(filter(None, [asked.attention, row["options"]]))
     who = [asked.model, variant, row["kernel"], row["transport"], f"on {result.environment.gpu or 'the CPU'}"]
     return "; ".join(", ".join(filter(None, texts)) for texts in (who, work, how))
@@ -204,7 +205,7 @@ def _time_notes(timing: fields.Timing, metrics: fields.Metrics, baseline: fields
     if any(times.trend for times in passes):
         marks += "; ~ means that samples rose or fell while they were taken"
     samples = f"median of {n} sample{'s' * (n != 1)}"
-    of_what = "mean of all calls, timed together" if timing.method == "simple" else samples
+    of_what = MEAN if timing.method == "simple" else samples
     yield f"ms is the {of_what}; TFLOP/s are of one device{marks}"
     if timing.overhead_high:
         yield f"timing itself takes {timing.overhead_ms * 1e3:.1f} us, {timing.overhead_share:.1%} of the shortest pass"

@@ -55,8 +55,11 @@ def test_a_runs_table_says_what_ran_how_well_and_what_makes_its_times_doubtful(p
         "at its best: ulysses_size=4 (tried: ulysses_size=4 1.500 ms; ulysses_size=2 2.000 ms)",
     ):  # fmt: skip
         assert text in said
-    said = "\n".join(printed(display.run_table, Result.of(measured("run"))))
+    value = measured("run")
+    value["timing"]["method"] = "simple"
+    said = "\n".join(printed(display.run_table, Result.of(value)))
     assert not any(text in said for text in ("~", "!", "timing itself", "clocks"))
+    assert said.count("mean of all calls, timed together") == 2 and "sample" not in said
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 100, 400])
