@@ -23,6 +23,7 @@ from attention.call import (
     Settings,
     call_spec,
     check_cu_seqlens,
+    check_flag,
     check_keywords,
     check_no_window,
     check_padding,
@@ -91,6 +92,8 @@ def make(
     rank_and_world(group)
     check_replay(replay, options)
     _check_names(kernel, transport)
+    check_flag("deterministic", deterministic)
+    check_flag("check", check)
 
     def made(name: str, replay: str, options: Mapping[str, Any], check: bool = False) -> ContextParallel:
         chosen = variant(name)
@@ -434,7 +437,7 @@ def _refused(dropout: float, unknown: dict[str, Any]) -> ValueError:
             "torch.func: grad, vmap, jvp and forward-mode differentiation do not go through a call; use "
             "torch.autograd.grad, and give a batch as the first dim"
         )
-    check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters)
+    check_keywords(unknown, inspect.signature(ContextParallel.__call__).parameters.keys() - {"self", "unknown"})
     return ValueError(f"dropout={dropout}: not supported; use dropout=0")
 
 

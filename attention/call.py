@@ -25,6 +25,7 @@ from attention.geometry.layouts import CuSeqlens
 from attention.geometry.options import HeadCount, Options, check_heads
 from attention.kernels import Shape
 from attention.masks.band import Band
+from attention.masks.checks import whole_number
 from attention.masks.mask import Mask
 from attention.masks.sequences import mask_of
 from attention.tensors import on_host, tokens
@@ -97,7 +98,8 @@ def call_spec(
     packed, decode = cu_seqlens is not None, fn.variant.decode
     check_tensors(q, k, v, packed, decode)
     check_sinks(sinks, q)
-    total = kv_tokens if kv_tokens is not None else tokens(k) * (1 if fn.layout.replicated else fn.world)
+    whole = tokens(k) * (1 if fn.layout.replicated else fn.world)
+    total = whole if kv_tokens is None else whole_number("kv_tokens", kv_tokens)
     lengths = check_kv_lengths(kv_lengths, len(q), total, q.device, fn.variant)
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     shape = Shape.of(q, k, v, gradient, softcap is not None)
@@ -107,7 +109,7 @@ def call_spec(
         batch=1 if packed else len(q),
         kv_tokens=tokens(k),
         cu_seqlens=check_cu_seqlens(cu_seqlens, total - check_padding(padding, total, decode)),
-        causal=check_causal(causal),
+        causal=check_flag("causal", causal),
         window=check_window(window),
         mask=check_mask(mask),
         padding=padding,
@@ -202,7 +204,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
         raise ValueError(f"k {list(k.shape)} and v {list(v.shape)}: may differ in the last dim, the head dim, only")
     alike = slice(1) if decode else slice(-2)
     if q.shape[alike] != k.shape[alike] or q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in the number of heads only")
+        rule = "tokens and heads only" if decode else f"the number of heads only; {decodes()} take fewer queries"
+        raise ValueError(f"q {list(q.shape)} and k {list(k.shape)}: may differ in {rule}")
     needed = q.shape[-2:] if decode else q.shape  # a decode may have no queries or no keys yet
     if not all(needed):
         raise ValueError(f"q has shape {list(q.shape)}: no dimension may be 0; leave out the call for an empty input")
@@ -221,11 +224,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
     check_heads(q.shape[-2], k.shape[-2])
 
 
-def check_causal(causal: object) -> bool:
+def check_flag(name: str, value: object) -> bool:
     """The flag as a bool. Raises ValueError unless it is one."""
-    if isinstance(causal, (bool, np.bool_)):
-        return bool(causal)
-    raise ValueError(f"causal={_text(causal)}: must be True or False; for other masks give mask=")
+    if isinstance(value, (bool, np.bool_)):
+        return bool(value)
+    raise ValueError(f"{name}={_text(value)}: must be True or False")
 
 
 def check_scale(scale: float | None) -> float | None:
@@ -291,7 +294,7 @@ def check_window(window: tuple[int, int]) -> tuple[int, int]:
         return index(left), index(right)
     except (TypeError, ValueError):
         raise ValueError(
-            f"window={window!r}: must be two integers (left, right), -1 for unbounded; for instance window=(512, 0)"
+            f"window={_text(window)}: must be two integers (left, right), -1 for unbounded; for instance window=(512, 0)"
         ) from None
 
 
@@ -403,7 +406,7 @@ def check_no_window(causal: bool, window: tuple[int, int], mask: object) -> None
 def check_padding(padding: int, total: int, decode: bool) -> int:
     """Raises ValueError unless `padding`, as `shard(x, pad=True)` returns it, leaves some of the `total` tokens."""
     if isinstance(padding, bool) or not isinstance(padding, int) or padding < 0:
-        raise ValueError(f"padding={padding!r}: must be a number of tokens, as fn.shard(x, pad=True) returns it")
+        raise ValueError(f"padding={_text(padding)}: must be a number of tokens, as fn.shard(x, pad=True) returns it")
     if padding and decode:
         raise ValueError(f"padding={padding}: the keys of a decode need not divide; leave padding out")
     if padding and padding >= total:

@@ -32,7 +32,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     if name in GONE:
         return GONE[name]
     known = sorted(set(known))
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
     close = [one for one in close if one.rpartition(".")[0] not in close]
     if not close:
         return f"known are {', '.join(known)}"
