@@ -4,6 +4,7 @@ and nothing is written."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -120,10 +121,11 @@ def show(plan: PlannedRuns) -> None:
     """Print the whole plan."""
     swept_texts, rows = swept([run.overrides for run in plan.runs]), []
     for run in plan.runs:
-        label = redacted(" ".join(text for text in run.overrides if text in swept_texts)) or run.name
+        # Hydra escapes values
+        label = " ".join(re.sub(r"\\(.)", r"\1", text) for text in run.overrides if text in swept_texts)
         flops = "" if run.flops is None else terminal.flop(run.flops)
         about = terminal.seconds(run.seconds) if run.seconds else ""
-        rows.append([label, run.state, flops, about, run.reason or run.basis or ""])
+        rows.append([redacted(label) or run.name, run.state, flops, about, run.reason or run.basis or ""])
     words = ("run", "why, or by what")
     terminal.print_rows(None, ("run", "state", "FLOP", "about", words[1]), rows, ("state", *words), words)
     terminal.out.print(escape(plan.line()), soft_wrap=True)

@@ -9,6 +9,7 @@ from attention.variants.registry import AUTO
 from runner.config.values import Refusal
 from runner.output.table import Table
 from runner.peers import PEERS
+from runner.record.fields import digits
 from runner.report.fair import EVEN, MIXED, by_time, even, mixed, mixed_note, noisy, tied
 from runner.report.labels import each_over_several_kernels, labels
 from runner.report.runs import BACK_TO_BACK, FACTS, PASSES, WORKLOAD, Run, latest, sortable
@@ -106,8 +107,18 @@ def _side_by_side(
         ratios = [_ratio(row, runs, which, ours == AUTO) for row, runs in zip(rows, timed, strict=True)]
         cells = [[*texts, ratio] for texts, ratio in zip(cells, ratios, strict=True)]
         notes += [EVEN] if any(ratio.startswith("even") for ratio in ratios) else []
+    if shown == ["pack"] and len({run.result.asked.seed for run in first}) == len(rows) > 2:  # each seed drew a batch
+        cells.append(_mean(rows, columns, which, len(titles)))
     notes += [NOISY] if any(noisy(run, which) for runs in timed for run in runs) else []
     return Table(titles, cells, LEFT, notes + mixed_note(timed))
+
+
+def _mean(rows: Sequence[Row], columns: Sequence[str], which: str, width: int) -> list[str]:
+    """The row of the means over all batches, of the columns that have a time for each."""
+    found = [[row[column].ms(which) for row in rows if column in row] for column in columns]
+    times = [[ms for ms in column if ms is not None] for column in found]
+    means = [digits(sum(ms) / len(rows)) if len(ms) == len(rows) else "" for ms in times]
+    return [f"mean of {len(rows)} batches", *means, *[""] * (width - 1 - len(means))]
 
 
 def _ratio(row: Row, timed: Sequence[Run], which: str, with_auto: bool) -> str:

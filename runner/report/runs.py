@@ -184,7 +184,8 @@ def _mask(asked: Asked) -> str | None:
 def _pack(asked: Asked) -> str | None:
     if not asked.seqlens:
         return None
-    text = asked.seqlens if isinstance(asked.seqlens, str) else f"{len(asked.seqlens)} sequences"
+    lengths = asked.seqlens
+    text = lengths if isinstance(lengths, str) else f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}"
     return text + (", in a new order each time" if asked.timing.new_packs else "")
 
 

@@ -252,6 +252,7 @@ def judge(me: Rank, cases: list[dict[str, Any]]) -> list[str]:
         elif not FORM.fullmatch(said.removeprefix("refused: ")):
             said = f"wrong: a refusal must be one line with value, rule and way out: {said}"
         found.append(said)
+    torch.cuda.empty_cache()  # several worlds share the GPUs
     return found
 
 

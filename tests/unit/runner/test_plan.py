@@ -35,7 +35,7 @@ def planned(tmp_path, monkeypatch):
 
 
 def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planned, capsys):
-    found = planned("attention=zigzag", "seq_len=256,510", "kernel=math,flash2", "causal=true")
+    found = planned("attention=zigzag", "seq_len=${per_rank:128},510", "kernel=math,flash2", "causal=true")
     assert found.of == len(found.runs) == 4
     first, missing, *refused = found.runs
     about = "hardware=cpu", "config=tiny", "world_size=2", "seq_len=256"
@@ -48,7 +48,9 @@ def test_a_plan_says_which_runs_are_impossible_and_why_and_starts_nothing(planne
         assert "seq_len=510: the zigzag layout needs a multiple of 2 * world_size = 4; 512 would" in run.reason
     said = " ".join(capsys.readouterr().out.split())
     assert "Plan: 4 runs: 3 impossible, " in said and "estimated by FLOPs (" in said
-    assert "seq_len=510" in said and "invalid" in said and "unsupported" in said  # the rows of the table
+    assert (
+        "seq_len=${per_rank:128}" in said and "seq_len=510" in said and "invalid" in said and "unsupported" in said
+    )  # the rows of the table
 
 
 def test_a_single_run_is_planned_too(planned, capsys):

@@ -90,6 +90,21 @@ def test_a_comparison_marks_noise_and_calls_even_what_the_spreads_do_not_tell_ap
     assert table.notes == [EVEN, NOISY]
 
 
+def test_batches_of_as_many_sequences_have_rows_of_their_own_and_a_mean(runs):
+    packs = [[512, 1536], [256, 1792], [128, 1920]]
+    values = [result("llama3", 1), result("llama3", 2), result("llama3", 6), result("balanced", 1)]
+    for value, seed in zip(values, (0, 1, 2, 0), strict=True):
+        value["experiment"]["workload"]["seqlens"] = packs[seed]
+        value["experiment"]["seed"] = seed
+    table = comparison_table(runs(*values))
+    assert [row[0] for row in table.rows] == [
+        *(f"2 sequences of {a} to {b}" for a, b in packs[::-1]),
+        "mean of 3 batches",
+    ]
+    assert [row[1] for row in table.rows] == ["**18.00**", "**6.000**", "3.000", "9.000"]
+    assert [row[2] for row in table.rows] == ["", "", "3.000", ""]
+
+
 @pytest.mark.parametrize(
     ("commits", "cores", "marked"), [("ab", (64, 64), True), ("aa", (16, 32), True), ("aa", (64, 64), False)]
 )
