@@ -262,21 +262,22 @@ def check_batch(
 def check_same(fn: ContextParallel, device: torch.device, **batch: Any) -> None:
     """Raises ValueError on every rank unless all have the same values of all arguments. Call it before anything that depends on
     them may raise: another rank would wait. device: of the group's tensors. Collective."""
-    if fn.world == 1:
+    if fn.world == 1 or not fn.settings.agreement_s:
         return
     hashes = torch.tensor([_hash(x) for x in batch.values()], device=device)
     most = torch.stack([hashes, -hashes])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=fn.group)
     if differing := [name for name, most, least in zip(batch, *most.tolist(), strict=True) if most != -least]:
         raise ValueError(
-            f"{', '.join(differing)} differ between the ranks: all ranks of the group share a batch; give the same"
+            f"{', '.join(differing)} differ between the ranks: all ranks of the group share a batch; give the same, and for "
+            "sampling the same seed"
         )
 
 
 def _hash(x: Any) -> int:
     """56 bits, which no accident makes equal for other values, shapes or dtypes."""
     if isinstance(x, Tensor):
-        x = x.shape, x.dtype, x.detach().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        x = x.shape, x.dtype, x.detach().cpu().double().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(pickle.dumps(x), digest_size=7).digest())
 
 

@@ -271,7 +271,9 @@ def with_layout(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
             "the batch is not sharded; give model(**cp.shard(...)), or model.generate with past_key_values=cp.cache(...) of "
             "cp = context_parallel(model, 'tree')",
         )
-    if sharded:
+    if isinstance(layout, ShardedCache):
+        check_same(layout.fn, model.device, input_ids=args[0] if args else kwargs.get("input_ids"))
+    else:
         if kwargs.get("labels") is not None and kwargs.get("shift_labels") is None:
             raise _refused(model, "labels: their tokens are sharded, they are not; give them to cp.shard")
         for name in ("logits_to_keep", "past_key_values", "cache"):

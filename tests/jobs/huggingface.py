@@ -230,8 +230,8 @@ def used_by_one_rank(me: Rank) -> list[float | None]:
     return [None if x.grad is None else float(x.grad.mean()) for x in some]
 
 
-def differing(me: Rank) -> dict[str, list[str]]:
-    """By argument, what each rank says to a batch in which this argument differs on rank 1."""
+def differing(me: Rank) -> list[tuple[str, list[str]]]:
+    """By argument, what each rank says to a batch in which this argument differs on rank 1; at last, to a prompt."""
     cp, batch = context_parallel(model_of("llama"), "ring"), batch_of("odd")
     positions, swapped = batch["position_ids"].clone(), batch["input_ids"].clone()
     positions[0, 5:11] = torch.arange(6)  # another document
@@ -240,10 +240,10 @@ def differing(me: Rank) -> dict[str, list[str]]:
         "input_ids": swapped, "labels": batch["labels"].roll(1), "position_ids": positions,
         "cu_seq_lens_q": [0, *accumulate(DOCUMENTS["odd"])], "num_items_in_batch": 7, "pixel_values": swapped,
     }  # fmt: skip
-    return {
-        name: me.gather(refusal(cp.shard, **batch | ({name: other} if me.rank else {})))
-        for name, other in others.items()
-    }
+    calls = [(name, cp.shard, batch | ({name: other} if me.rank else {})) for name, other in others.items()]
+    prompt, cache = batch["input_ids"][:, me.rank :: 2], context_parallel(cp.model, "tree").cache(tokens=99)
+    calls.append(("input_ids", cp.model.generate, {"inputs": prompt, "past_key_values": cache}))
+    return [(name, me.gather(refusal(call, **arguments))) for name, call, arguments in calls]
 
 
 def refusal(call: Any, **arguments: Any) -> str:

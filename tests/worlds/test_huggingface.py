@@ -87,7 +87,7 @@ def test_a_second_sum_of_the_same_gradients_is_refused(in_world):
 
 
 def test_any_argument_of_a_batch_that_differs_is_refused_on_every_rank(in_world):
-    for name, messages in in_world(jobs.differing, 2).items():
+    for name, messages in in_world(jobs.differing, 2):
         name = "other_arguments" if name == "pixel_values" else name
         assert messages[0] == messages[1] and messages[0].startswith(f"{name} differ between the ranks")
 
