@@ -82,11 +82,8 @@ class Asked(fields.Part):
         config, named = result.config, ("attention", "model", "kernel", "transport", "dtype", "mask")
         groups = {key: dict(result.group(key)) for key in named}
         flat = config | {key: group.pop("name", None) for key, group in groups.items()}
-        flat |= {
-            "device": None,
-            "options": groups["attention"],
-            "model": {"none": None}.get(flat["model"], flat["model"]),
-        }
+        model = None if flat["model"] == "none" else flat["model"]
+        flat |= {"device": None, "options": groups["attention"], "model": model}
         mask = {"name": flat["mask"], "parameters": groups["mask"]} if flat["mask"] not in (None, "none") else None
         flat |= {"named_mask": mask, "mask_as_given": mask}
         if config.get("world_size") == "auto" and (ranks := re.search(r"_w(\d+)_", result.name)):

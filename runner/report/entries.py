@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from omegaconf import MISSING, OmegaConf
 
-from runner.config.schema import RunConf
+from runner.config.schema import RunConf, groups
 from runner.output.columns import COLUMNS
 from runner.output.reader import RESULT
 from runner.reading import read_regular
@@ -90,7 +90,7 @@ def changed(config: Mapping[str, Any]) -> list[str]:
     for group in GROUPS:
         value = config.get(group)
         name = (value.get("name") or value.get("method")) if isinstance(value, Mapping) else value
-        defaults |= _file(group, name)
+        defaults |= _file(group, name) if name in groups()[group] else {}
     return [
         key
         for key, text in flat(config).items()
@@ -105,10 +105,10 @@ def _schema() -> dict[str, str]:
 
 
 @cache
-def _file(group: str, name: Any) -> dict[str, str]:
+def _file(group: str, name: str) -> dict[str, str]:
     """The values that the file of a group's member sets, flat."""
     path = Path(str(resources.files("runner.conf"))) / group / f"{name}.yaml"
-    values: Any = OmegaConf.to_container(OmegaConf.load(path)) if path.is_file() else {}
+    values: Any = OmegaConf.to_container(OmegaConf.load(path))
     return flat(values, "" if group == "config" else f"{group}.")
 
 

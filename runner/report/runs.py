@@ -234,7 +234,7 @@ def in_order(runs: Iterable[Run]) -> list[Run]:
 def sortable(value: Any) -> tuple[Any, ...]:
     """A sort key: numbers by size, also within a text such as 32:8, and None first."""
     parts = re.split(r"(\d+)", "" if value is None else str(value))
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in parts)
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
 def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:

@@ -10,7 +10,7 @@ from runner.config.values import InvalidConfig
 from runner.output import summary
 from runner.output.reader import UnreadableFile, read_result, read_results
 from runner.record.parsing import decoded
-from runner.report import pairs
+from runner.report import entries, pairs
 from runner.report import runs as report_runs
 from runner.report.comparison import comparison_table
 from runner.report.tables import runs_table
@@ -80,7 +80,7 @@ def test_a_file_that_is_no_result_is_named_in_a_line_and_the_others_are_kept(tmp
     assert capsys.readouterr().err == f"{problem}\n"
 
 
-@pytest.mark.parametrize("value", [None, 3, [-5, 0], ["x"], "x", {"name": ["x"]}])
+@pytest.mark.parametrize("value", [None, 3, [-5, 0], ["x"], "²", {"name": ["x"]}])
 def test_a_refused_runs_configuration_may_hold_anything(tmp_path, value):
     keys = [
         "attention",
@@ -97,6 +97,8 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, value):
         "config",
         "mask",
         "kv_lengths",
+        "model",
+        "hardware",
     ]
     for key in keys:
         refusal = refused(key, "invalid", "why not")
@@ -105,7 +107,11 @@ def test_a_refused_runs_configuration_may_hold_anything(tmp_path, value):
     write(tmp_path / "good", measured("good"))
     runs = report_runs.read([tmp_path])
     assert len(runs) == len(keys) + 1 == len(summary.sweep_rows(tmp_path))
-    assert runs_table(runs).rows and comparison_table(runs).rows
+    assert (
+        runs_table(runs).rows
+        and comparison_table(runs).rows
+        and all(entries.changed(run.result.config) for run in runs)
+    )
     assert pairs.paired(runs, runs, "total", 0.02)
 
 
