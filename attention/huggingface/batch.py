@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import get_worker_info
 
 from attention import compiled, masks
 from attention.api import ContextParallel
@@ -264,6 +265,10 @@ def check_same(fn: ContextParallel, device: torch.device, **batch: Any) -> None:
     them may raise: another rank would wait. device: of the group's tensors. Collective."""
     if fn.world == 1 or not fn.settings.agreement_s:
         return
+    if get_worker_info():  # a fork of it would wait for ever
+        raise ValueError(
+            "cp.shard compares the ranks, which a DataLoader's workers can't; give it the batches that the loader gives"
+        )
     hashes = torch.tensor([_hash(x) for x in batch.values()], device=device)
     most = torch.stack([hashes, -hashes])
     dist.all_reduce(most, dist.ReduceOp.MAX, group=fn.group)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from attention import masks
 from attention.huggingface import context_parallel
@@ -246,6 +247,13 @@ def differing(me: Rank) -> list[tuple[str, list[str]]]:
     return [(name, me.gather(refusal(call, **arguments))) for name, call, arguments in calls]
 
 
+def in_worker(me: Rank) -> list[str]:
+    """By rank, what is said of a batch that a forked worker would shard."""
+    cp = context_parallel(model_of("llama"), "ring")
+    how = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
+    return me.gather(next(iter(DataLoader([0], collate_fn=lambda _: refusal(cp.shard, **batch_of(None)), **how))))
+
+
 def refusal(call: Any, **arguments: Any) -> str:
     try:
         call(**arguments)
@@ -383,7 +391,7 @@ def by_loop(me: Rank, cp: Any, model: Any, data: list[Any], groups: int, way: st
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    loader = torch.utils.data.DataLoader(data, 2, collate_fn=transformers.DataCollatorWithFlattening())
+    loader = DataLoader(data, 2, collate_fn=transformers.DataCollatorWithFlattening())
     batches = list(loader)
     numbers = [sum(int((x["labels"] >= 0).sum()) for x in batches[i : i + 2]) for i in (0, 2)]  # of all ranks in a step
     batches = batches[me.rank // 2 :: groups]

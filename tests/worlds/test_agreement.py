@@ -4,8 +4,7 @@ import multiprocessing
 
 import pytest
 
-import attention
-from attention.agreement import TIMEOUT_S
+from attention.agreement import TIMEOUT_S, seconds
 from tests.jobs import agreement
 from tests.support.ports import free_port
 
@@ -132,12 +131,8 @@ def test_many_packed_batches_leave_no_keys_in_the_store(in_world):
     assert after <= before + 2  # where each rank waited for long, if it did
 
 
-@pytest.mark.parametrize("wrong", [0, float("inf"), "yes"])
-def test_an_agreement_that_is_no_time_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"agreement=.*: must be true, false, or the seconds to wait"):
-        attention.make("ring", agreement=wrong)
-
-
-@pytest.mark.parametrize(("given", "waits_s"), [(True, TIMEOUT_S), (False, 0.0), (5, 5.0)])
-def test_a_rank_waits_as_long_as_the_option_says(given, waits_s):
-    assert attention.make("ring", agreement=given).settings.agreement_s == waits_s
+def test_a_rank_waits_as_long_as_the_option_says():
+    assert [seconds(given) for given in (True, False, 5)] == [TIMEOUT_S, 0, 5]
+    for wrong in (0, float("inf"), "yes"):
+        with pytest.raises(ValueError, match=r"agreement=.*: must be true, false, or the seconds to wait"):
+            seconds(wrong)

@@ -92,6 +92,11 @@ def test_any_argument_of_a_batch_that_differs_is_refused_on_every_rank(in_world)
         assert messages[0] == messages[1] and messages[0].startswith(f"{name} differ between the ranks")
 
 
+def test_a_worker_of_a_data_loader_shards_no_batch(in_world):
+    for message in in_world(jobs.in_worker, 2):
+        assert "give it the batches that the loader gives" in message
+
+
 @pytest.mark.parametrize("kind", kinds("gpt_oss"))
 def test_autocast_gives_the_loss_and_gradients_of_one_rank_in_bf16(in_world, kind):
     assert max(in_world(jobs.trained, 2, kind=kind, cases=[("ring", None)], autocast=True)) < 0.1
