@@ -4,10 +4,7 @@ import pytest
 
 from runner.config import overrides
 from runner.config.values import MARK, InvalidConfig, redacted, shown
-from runner.record.result import Result
-from runner.tracker import columns
 from tests.support.command import results_in, run
-from tests.support.recorded import measured
 
 SECRET = "Qs9fh37dkw0zX"
 ALIKE = "hf_" + "a1B2" * 8
@@ -50,11 +47,6 @@ def test_what_is_no_secret_stays(monkeypatch, value):
 
 def test_a_message_has_no_part_of_a_secret_that_it_cuts_short():
     assert SECRET[-5:] not in shown(f"launch.evn={{MY_SECRET:{'x' * 100}{SECRET}}}")
-
-
-def test_a_tracker_gets_no_secret(tmp_path):
-    value = measured("a") | {"environment": {"started_at": 1.0, "seconds": 1.0}, "reason": f"MY_TOKEN={SECRET}"}
-    assert SECRET not in str(columns(Result.of(redacted(value), tmp_path)))
 
 
 QUICK = "phases=false baseline=none check.enabled=false timing.settle_ms=0"

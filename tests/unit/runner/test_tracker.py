@@ -32,7 +32,8 @@ def test_mlflow_holds_runs_in_a_local_file(tmp_path):
     pytest.importorskip("mlflow", reason="mlflow is not installed: pip install -e '.[mlflow]'")
     pytest.importorskip("sqlalchemy", reason="sqlalchemy is not installed: pip install -e '.[mlflow]'")
     assert track(result(tmp_path)) is None
-    assert track(result(tmp_path, refused("other", "invalid", "no such size"))) is None
+    assert track(result(tmp_path, refused("other", "invalid", "MY_TOKEN=s3cret"))) is None
+    assert b"s3cret" not in (tmp_path / "mlflow.db").read_bytes()
     with sqlite3.connect(tmp_path / "mlflow.db") as store:
         runs = store.execute("select name, status from runs").fetchall()
         metrics = store.execute("select name, key, value from metrics join runs using (run_uuid)").fetchall()
