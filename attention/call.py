@@ -214,7 +214,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, packed: bool, decode: bool) -
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise ValueError(
             f"q, k, v are {q.dtype} on {q.device}, {k.dtype} on {k.device}, {v.dtype} on {v.device}: "
-            "one dtype and one device are needed"
+            "one dtype and one device are needed; for instance q.to(v)"
         )
     if q.dtype not in DTYPES:
         raise ValueError(
