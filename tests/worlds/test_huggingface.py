@@ -24,14 +24,15 @@ from attention.masks.band import CAUSAL, Band  # noqa: E402
 from attention.variants.registry import VARIANTS  # noqa: E402
 from tests.jobs import huggingface as jobs  # noqa: E402
 
+BEFORE_5 = transformers.__version__ < "5"
+OTHERWISE = jobs.NEW if BEFORE_5 else ()  # are other models
+from_5 = pytest.mark.skipif(BEFORE_5, reason="before transformers 5, models differ")
 TRAINED = [name for name, v in VARIANTS.items() if not (v.decode or v.mixes or name == "grouped")]
 
 
 def kinds(*shown, without=()):
     """All models but some; those that are not shown at night."""
-    models = [
-        kind for kind in jobs.MODELS if kind not in (*without, *(jobs.NEW if transformers.__version__ < "5" else ()))
-    ]
+    models = [kind for kind in jobs.MODELS if kind not in (*without, *OTHERWISE)]
     return [kind if kind in shown else pytest.param(kind, marks=pytest.mark.nightly) for kind in models]
 
 
@@ -50,21 +51,19 @@ FORMS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "world", "cases"), FORMS, ids=[f"{kind}-{world}" for kind, world, _ in FORMS])
+@pytest.mark.parametrize(("kind", "world", "cases"), [form for form in FORMS if form[0] not in OTHERWISE])
 def test_padding_embeddings_images_and_their_positions_give_the_loss_of_one_rank(in_world, kind, world, cases):
-    if kind in jobs.NEW and transformers.__version__ < "5":
-        pytest.skip(f"before transformers 5, {kind} is another model")
     assert max(in_world(jobs.trained, world, kind=kind, cases=cases)) < 5e-6
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, T5Gemma passes on other arguments")
+@from_5
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_encoder_and_its_decoder_have_the_loss_and_gradients_of_one_rank(in_world, world):
     assert max(in_world(jobs.crossed, world, cases=[("ring", 30, 13, 4), ("ulysses", 9, 24, 0)])) < 5e-6
 
 
 @pytest.mark.nightly
-@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, these are other models")
+@from_5
 @pytest.mark.parametrize("kind", ["llama4", "modernbert"])
 def test_a_compiled_model_has_the_chunks_and_windows_of_each_batch(in_world, kind):
     assert max(in_world(jobs.compiled, 2, kind=kind, forms=["odd", "left"])) < 5e-6
@@ -117,7 +116,7 @@ def test_ranks_train_as_one(in_world, tmp_path, way, extra, ranks):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install -e '.[test]'")
     how = {"way": way, "extra": extra, "kind": "qwen3" if way == "Trainer" and extra else "llama"}
     alone, together = (in_world(jobs.stepped, n, folder=str(tmp_path / str(n)), **how) for n in (1, ranks))
-    exact = 2e-6 if transformers.__version__ >= "5" else 2e-4  # before, a Trainer's losses have four digits
+    exact = 2e-4 if BEFORE_5 else 2e-6  # before, a Trainer's losses have four digits
     assert together == pytest.approx(alone, abs=5e-2 if extra == "autocast" else exact)
 
 
@@ -133,7 +132,6 @@ def test_ranks_that_share_rows_must_be_neighbours(in_world):
         ({"compute_loss_func": max}, "compute_loss_func: .*leave it out"),
         ({"model": jobs.model_of("llama")}, "give Trainer the model of context_parallel"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_a_trainer_that_would_compute_from_one_ranks_tokens_is_refused(cp, tmp_path, options, message):
     pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[test]'")
@@ -231,7 +229,7 @@ def test_a_decode_neither_shards_a_batch_nor_a_variant_for_training_a_cache(cp):
         cp.model.generate(IDS, max_new_tokens=2)
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, these are other models")
+@from_5
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
@@ -327,7 +325,6 @@ def test_labels_are_counted_over_the_whole_batch_unless_a_count_is_given(cp):
         ({"input_ids": IDS[0]}, r"input_ids is a tensor \[8\] of torch.int64: .*give input_ids\[None\]"),
         ({"position_ids": torch.zeros(3, 2, 7)}, r"position_ids is a tensor \[3, 2, 7\].*\[n, 2, 8\]"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_shard_refuses_what_it_does_not_understand(cp, given, message):
     with pytest.raises(ValueError, match=message):
@@ -347,7 +344,6 @@ def test_shard_refuses_what_it_does_not_understand(cp, given, message):
         ({"logits_to_keep": 1}, r"logits_to_keep: .*use cp.unshard\(logits\)"),
         ({"past_key_values": [0]}, "past_key_values: of this rank's tokens alone"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_attention_and_loss_refuse_what_they_do_not_understand(cp, given, message):
     batch = {name: x for name, x in (cp.shard(IDS, IDS) | given).items() if x is not None}
@@ -388,7 +384,7 @@ def test_a_model_that_mixes_tokens_elsewhere_is_refused(name, more, message):
         context_parallel(model(config(**jobs.SHAPE | more)), "dense")
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, Gemma 3 has other masks")
+@from_5
 def test_images_need_their_types_and_their_positions():
     cp = context_parallel(jobs.model_of("gemma3_images"), "dense")
     batch = cp.shard(IDS, token_type_ids=IDS % 2)
@@ -412,7 +408,7 @@ def test_what_depends_on_tokens_of_other_ranks_is_refused(kind, options, message
         context_parallel(jobs.model_of(kind, **options), "dense").shard(IDS)
 
 
-@pytest.mark.skipif(transformers.__version__ < "5", reason="before transformers 5, BERT has attention of its own")
+@from_5
 def test_a_loss_of_another_kind_is_refused():
     config = transformers.BertConfig(**{k: v for k, v in jobs.SHAPE.items() if k != "head_dim"}, pad_token_id=0)
     for name, loss in (("MaskedLM", "of its own"), ("TokenClassification", "ForTokenClassification")):

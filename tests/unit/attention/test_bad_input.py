@@ -105,7 +105,6 @@ def test_an_unknown_option_is_refused():
     "name, message",
     (
         ("alibi", "alibi: a call has no such argument; known are causal, .*, scale, sinks, .*window"),
-        ("windows", "windows: a call has no such argument; did you mean window"),
         ("is_causal", "is_causal: a call has no such argument; give causal=True"),
         ("attn_mask", "attn_mask: a call has no such argument; give mask=, one of attention.masks"),
     ),
@@ -129,7 +128,6 @@ def test_an_unknown_argument_of_a_call_is_refused(name, message):
             "q is a nested tensor: it must be one dense tensor",
         ),
     ),
-    ids=("None", "list", "sparse", "nested"),
 )
 def test_what_is_no_plain_tensor_is_refused(q, message):
     _, k, v = inputs()
