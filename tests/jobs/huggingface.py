@@ -250,8 +250,8 @@ def differing(me: Rank) -> list[tuple[str, list[str]]]:
 def in_worker(me: Rank) -> list[str]:
     """By rank, what is said of a batch that a forked worker would shard."""
     cp = context_parallel(model_of("llama"), "ring")
-    how = {"num_workers": 1, "multiprocessing_context": "fork", "timeout": 60}
-    return me.gather(next(iter(DataLoader([0], collate_fn=lambda _: refusal(cp.shard, **batch_of(None)), **how))))
+    loader = DataLoader([batch_of(None)], None, num_workers=1, collate_fn=lambda batch: refusal(cp.shard, **batch))
+    return me.gather(*loader)
 
 
 def refusal(call: Any, **arguments: Any) -> str:

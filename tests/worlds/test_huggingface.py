@@ -149,7 +149,6 @@ def test_generation_with_a_sharded_cache_gives_the_same_tokens(in_world, kind):
 @pytest.mark.parametrize(
     "options",
     [{"num_beams": 2, "num_return_sequences": 2}, {"prompt_lookup_num_tokens": 3, "rows": 1}],
-    ids=lambda x: next(iter(x)),
 )
 def test_beams_and_speculation_give_the_same_tokens(in_world, options):
     assert all(same for same, *_ in in_world(jobs.generated, 2, kind="llama", **options))

@@ -66,7 +66,7 @@ def test_rows_that_see_nothing_are_0_with_an_lse_of_minus_infinity(name, which, 
         assert not any(x.any() for x in grads)
 
 
-@pytest.mark.parametrize("given, message", REFUSED, ids=str)
+@pytest.mark.parametrize("given, message", REFUSED)
 def test_what_cannot_be_is_refused_in_one_line(given, message):
     with pytest.raises(ValueError, match=message) as error:
         attention.make("ring")(*inputs(), **given)
@@ -82,7 +82,6 @@ def test_what_cannot_be_is_refused_in_one_line(given, message):
         ),
         ((1, 8, 2, 8), torch.float8_e4m3fn, "torch.float8_e4m3fn: attention needs a bf16, fp16, fp32 or fp64"),
     ],
-    ids=str,
 )
 def test_empty_inputs_and_other_dtypes_are_refused(shape, dtype, message):
     x = torch.zeros(shape).to(dtype)
