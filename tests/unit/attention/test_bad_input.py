@@ -116,15 +116,15 @@ def test_an_unknown_argument_of_a_call_is_refused(name, message):
 @pytest.mark.parametrize(
     "q, message",
     (
-        (None, "q is a NoneType: it must be a tensor"),
-        ([1.0], "q is a list: it must be a tensor"),
+        (None, "is a NoneType: it must be a tensor"),
+        ([1.0], "is a list: it must be a tensor"),
         (
             torch.zeros(2, S, 4, 8).to_sparse(),
-            "q is a tensor of layout torch.sparse_coo: it must be dense; give q.to_dense()",
+            r"is a tensor of layout torch.sparse_coo: it must be dense; give .\.to_dense\(\)",
         ),
         (
             torch.nested.nested_tensor([torch.zeros(S, 4, 8)], layout=torch.jagged),
-            "q is a nested tensor: it must be one dense tensor",
+            "is a nested tensor: it must be one dense tensor",
         ),
     ),
 )
@@ -132,9 +132,8 @@ def test_what_is_no_plain_tensor_is_refused(q, message):
     _, k, v = inputs()
     fn = attention.make("ring")
     for call in (lambda: fn(q, k, v), lambda: fn.shard(q), lambda: fn.unshard(q)):
-        with pytest.raises(ValueError) as error:
+        with pytest.raises(ValueError, match=f"^[qx] {message}"):
             call()
-        assert str(error.value).replace("x", "q").startswith(message.replace("x", "q"))
 
 
 @pytest.mark.parametrize("transform", ("grad", "vmap", "jvp", "forward mode"))
