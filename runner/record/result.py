@@ -271,6 +271,8 @@ def _faults(result: Result, recorded: dict[str, Any]) -> Iterator[str]:
         yield "timing is there and memory.by_rank has no rank"
     if baseline is not None and baseline.speedup.keys() != baseline.efficiency.keys():
         yield "baseline.speedup and baseline.efficiency must be of the same passes"
+    if baseline is not None and min([0.0, *baseline.passes.values(), *baseline.speedup.values()]) < 0:
+        yield "baseline.passes and baseline.speedup must not be below 0"
     for which, times in timing.passes.items():
         if not (times.n > 0 and times.median > 0):
             yield f"timing.passes.{which} must have samples and a median above 0"

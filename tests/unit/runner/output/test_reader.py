@@ -49,6 +49,7 @@ PLACES = (
     ("metrics.passes", {}, "metrics.passes must have backward, forward, total"),
     ("memory", {"by_rank": []}, "memory.by_rank has no rank"),
     ("baseline", {"speedup": {"total": 2}}, "of the same passes"),
+    ("baseline.speedup.total", -1, "must not be below 0"),
     ("artifacts", {"log": "/etc/passwd"}, 'log must be the name of a file, is "/etc/passwd"'),
     ("environment", {"started_at": 1e20}, r"environment.started_at must be a Unix time, is 1e\+20"),
     ("config", {"a": float("nan")}, "has the number NaN, which is not finite"),
