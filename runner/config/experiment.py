@@ -242,6 +242,11 @@ class Experiment:
         return self.variant in MODULES
 
     @property
+    def parameter_ranks(self) -> int:
+        """Ranks that a model's parameters are sharded over."""
+        return self.world_size if self.model is not None and self.model.sharded else 1
+
+    @property
     def sharing(self) -> int:
         """The ranks that share the work: one where each does all of it."""
         return 1 if self.chosen is not None and self.chosen.layout.replicated else self.world_size
@@ -388,6 +393,8 @@ class Model:
     mlp: int | None = None
     vocabulary: int | None = None
     huggingface: str | None = None  # of model=hf: what `huggingface.loaded` returned
+    sharded: bool = False  # parameters, gradients and optimizer states, over all ranks
+    offload: bool = False  # to the host's memory what a forward keeps for the backward
 
     @property
     def sizes(self) -> Config:

@@ -30,7 +30,7 @@ _LIMITS = {"timeout_s": 300.0, "start_timeout_s": 300.0}
 _LATER = {
     "mask": {"name": NONE}, "agreement": True, "seqlens_multiple": None, "v_head_dim": None, "scale": None, "softcap": None,
     "sinks": False, "chunk": None, "kv_lengths": None, "prefix": None, "energy": True, "nvtx": False,
-    "timing.phase_runs": None,
+    "timing.phase_runs": None, "model.sharded": False, "model.offload": False,
 }  # fmt: skip
 
 

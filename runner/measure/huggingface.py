@@ -20,13 +20,14 @@ from attention.masks.mask import Banded
 from runner.config.huggingface import model_of
 from runner.config.values import UnsupportedHere
 from runner.models import Batch, Config
-from runner.models.transformer import PROJECTIONS
+from runner.models.language_model import LanguageModel
+from runner.models.transformer import HEAD, PROJECTIONS
 
 
-class Decoder(nn.Module):
-    """The model of `runner.config.huggingface.loaded`, with the attention of `fn`. As `runner.models.Transformer`, from a batch
-    to this rank's logits. The forward raises UnsupportedHere for what `attention.huggingface` refuses, and for a layer that
-    attends otherwise than `config` says: its FLOPs would be those of another model."""
+class Decoder(LanguageModel):
+    """The model of `runner.config.huggingface.loaded`, with the attention of `fn`. The forward raises UnsupportedHere for what
+    `attention.huggingface` refuses, and for a layer that attends otherwise than `config` says: its FLOPs would be those of another
+    model."""
 
     def __init__(self, text: str, config: Config, fn: ContextParallel, recompute: bool, dtype: torch.dtype):
         from transformers import AutoConfig
@@ -45,22 +46,42 @@ class Decoder(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.cp = context_parallel(self.model, fn)
         self.config = config
-        self._mark_phases()
+        self.head = self.model.get_output_embeddings()
+        self.head_type = type(self.head)
+        self.head.__class__ = type(self.head_type.__name__, (self.head_type,), {"forward": _passed})
+        self.changes_logits = False  # known from the first forward
+        self.blocks = self._mark_phases()
 
-    def _mark_phases(self) -> None:
-        """As in `runner.models.Transformer`. What attends has a `layer_idx`; beside it in a layer is the MLP."""
-        marked = {self.model.get_output_embeddings(): "comp_head"}
+    def _mark_phases(self) -> list[nn.Module]:
+        """As in `runner.models.Transformer`. What attends has a `layer_idx`; beside it in a layer is the MLP. The layers."""
+        marked, layers = dict[nn.Module, str](), []
         for module in self.model.modules():
             children = [child for child in module.children() if "norm" not in type(child).__name__.lower()]
             others = [child for child in children if not hasattr(child, "layer_idx")]
             if len(others) < len(children) and not isinstance(module, nn.ModuleList):
                 marked |= dict.fromkeys(others, "comp_mlp")
+                layers.append(module)
             elif hasattr(module, "layer_idx"):
                 marked |= dict.fromkeys(others, PROJECTIONS)
         for module, name in marked.items():
             module.__class__ = _in_phase(type(module), name)
+        return layers
 
-    def forward(self, batch: Batch) -> Tensor:
+    def hidden(self, batch: Batch) -> Tensor:
+        """What the head takes, or the logits of a model that changes them after its head, as by a softcap."""
+        given = self._output(batch)
+        if self.changes_logits or hasattr(given, "passed"):
+            return given
+        self.changes_logits = True
+        self.head.__class__ = _in_phase(self.head_type, HEAD)
+        return self._output(batch)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        if self.changes_logits:
+            return hidden
+        return profiling.layer(HEAD, partial(self.head_type.forward, self.head), hidden)
+
+    def _output(self, batch: Batch) -> Tensor:
         shape = len(batch.ids), self.config.context
         split = CheckedSplit(self.cp.fn, shape, positions=batch.positions, config=self.config)
         inputs = {"input_ids": batch.ids, "position_ids": batch.positions, "context_parallel": split}
@@ -70,6 +91,12 @@ class Decoder(nn.Module):
             return self.model(**inputs).logits
         except ValueError as error:
             raise UnsupportedHere(f"model=hf: {error}") from None
+
+
+def _passed(head: nn.Module, hidden: Tensor) -> Tensor:
+    """The forward of a head that leaves the logits to `Decoder.logits`: a model that changes them has other tensors."""
+    hidden.passed = True  # type: ignore[attr-defined]
+    return hidden
 
 
 def _in_phase(kind: type[nn.Module], name: str) -> type[nn.Module]:

@@ -6,6 +6,7 @@ from attention.geometry.counts import sampled_places
 from runner.config.experiment import ITEMSIZE, Experiment
 from runner.config.rules.machine import input_bytes
 from runner.costs import dry_run, step_peak
+from runner.models.config import MOST_LOGITS
 from runner.peers import variant
 
 TEXT_BYTES = 16 * 2 * 8  # of a token: ids and labels of the batches that training reads in turn
@@ -47,12 +48,16 @@ def _peak(spec: Experiment, kernel: str) -> int:
 def _of_model(spec: Experiment, kernel: str) -> int:
     """Parameters, gradients, AdamW's states and text, the activations that the backward needs, and the most that lies beside them:
     the loss over the logits, or a layer's gradients. With recompute a layer keeps its input alone, until its backward computes
-    the rest again."""
+    the rest again. Of sharded parameters those of two layers are gathered, one of them with its gradient, and all outside of
+    layers, with theirs."""
     assert spec.model is not None
     call, c, e = spec.workload, spec.model.config(spec.workload), ITEMSIZE[spec.workload.dtype]
     rows, upcast = call.batch * -(-call.seq_len // spec.sharing), max(e, FP32)
     row, layers = rows * e, c.layers + c.encoder_layers
-    parameters, text = c.matrices * e, rows * TEXT_BYTES
+    parameters, text = c.matrices * e // spec.parameter_ranks, rows * TEXT_BYTES
+    if spec.parameter_ranks > 1:
+        outside = c.vocabulary * c.hidden * e
+        text += 2 * outside + 3 * (c.matrices * e - outside) // layers
     beside = _peak(spec, kernel)
     keys_values = c.key_heads * (c.head_dim + c.value_dim)
     projected = c.heads * c.head_dim + keys_values
@@ -68,7 +73,7 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     )  # sines of the rotary embedding
     layer = attended + mlp + row * 4 * c.hidden
     kept, again = (row * c.hidden, layer) if spec.model.recompute else (layer, 0)
-    loss = rows * c.vocabulary * 3 * upcast
+    loss = min(rows * c.vocabulary, MOST_LOGITS) * 3 * upcast
     gradients = again + max(row * (c.hidden + 2 * c.mlp_dim), beside - mlp)
-    step = 3 * parameters + row * c.hidden + layers * kept + max(loss, gradients)
+    step = 3 * parameters + row * c.hidden + layers * kept * (not spec.model.offload) + max(loss, gradients)
     return text + max(step, 4 * parameters)

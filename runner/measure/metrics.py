@@ -92,7 +92,7 @@ def compute(
         if ceilings and model is not None:
             # a rank's share of the matrix products, and then AdamW's sweep over memory
             swept = experiment.backward and which in ("optimizer", "total")
-            moved = swept * ADAMW * model.config(work).matrices * ITEMSIZE[work.dtype]
+            moved = swept * ADAMW * model.config(work).matrices * ITEMSIZE[work.dtype] // experiment.parameter_ranks
             entry = replace(entry, **_limit(ceilings, of_all[which] / experiment.world_size, moved, 0, sum))
         elif ceilings:
             times = sum(work.shapes.backward_ratio if backward else 1.0 for backward in backwards)

@@ -39,6 +39,7 @@ class ModelWork(Workload):
         assert self.experiment.model is not None
         self.about = self.experiment.model
         self.config = self.about.config(self.spec)
+        self.sharded = self.about.sharded and self.fn.world > 1
         self.passes = ("forward", "backward", "optimizer") if self.backward else ("forward",)
         self.batches = [self._batch(number) for number in range(BATCHES)]
         self.sign = 1
@@ -61,6 +62,9 @@ class ModelWork(Workload):
         with torch.device(self.me.device):
             model = Transformer(*about) if text is None else Decoder(text, *about, self.dtype)
         self.model = model.to(DTYPES[self.spec.dtype]).to(self.dtype)
+        self.model.offload = self.about.offload
+        if self.sharded:
+            self.model.shard_parameters(self.me.device)
         options = self.about.learning_rate, BETAS
         self.optimizer = torch.optim.AdamW(self.model.parameters(), *options, fused=self.me.device.type == "cuda")
         self.steps = 0
@@ -78,9 +82,10 @@ class ModelWork(Workload):
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What a step starts with: parameters, AdamW's states, and the text."""
+        """What a step starts with: this rank's parameters and AdamW's states, and the text."""
         states = [x for state in self.optimizer.state.values() for x in state.values()]
-        return [*self.model.parameters(), *states, *(x for each in self.batches for x in (each.ids, each.labels))]
+        text = [x for each in self.batches for x in (each.ids, each.labels)]
+        return [*map(_local, [*self.model.parameters(), *states]), *text]
 
     def run(self, which: str, keep: bool = False) -> None:
         if which == "forward":
@@ -94,7 +99,7 @@ class ModelWork(Workload):
             if keep:  # it is repeated
                 self.optimizer.zero_grad(set_to_none=True)
             self.loss.backward(torch.full_like(self.loss, self.sign), retain_graph=keep)
-            if self.fn.world > 1:
+            if self.fn.world > 1 and not self.sharded:
                 reduce_gradients(self.model, self.fn.group)
             if not keep:
                 self.loss = self.loss.detach()
@@ -103,11 +108,12 @@ class ModelWork(Workload):
         self.release()
         self.first = self.steps == 0
         batch = self.batches[self.steps % BATCHES]
-        with torch.set_grad_enabled(self.backward):
-            self.logits = self.model(batch)
         if self.backward:
-            self.loss, self.logits = profiling.layer("comp_loss", batch.loss, self.logits), None
+            self.loss = self.model.loss(batch)
             self.losses.append(self.loss.detach())
+        else:
+            with torch.no_grad():
+                self.logits = self.model(batch)
 
     def outputs(self) -> dict[str, Tensor]:
         """Of the first step, each `[rows, 1, D]`: `loss`, and the gradient of each parameter by its name; without a backward
@@ -116,8 +122,12 @@ class ModelWork(Workload):
             logits = self.logits.to(torch.promote_types(self.logits.dtype, torch.float32)).flatten(0, 1)
             losses = F.cross_entropy(logits, self.batches[0].labels.flatten(), reduction="none")
             return {GUESSED: self.sign * self.less_guess(losses)}
-        parameters = dict(self.model.named_parameters())
-        gradients = {name: by_rows(p.grad) for name, p in parameters.items() if p.grad is not None}
+        parameters: dict[str, Any] = dict(self.model.named_parameters())
+        gradients = {
+            name: by_rows(p.grad.full_tensor() if self.sharded else p.grad)
+            for name, p in parameters.items()
+            if p.grad is not None
+        }
         if not self.first or self.loss is None or len(gradients) < len(parameters):
             return {}
         return {"loss": self.sign * self._whole_losses()[:1].view(1, 1, 1), **gradients}
@@ -157,7 +167,7 @@ class ModelWork(Workload):
             text="bytes of Coriolanus",
             parameters=numbers,
             matrix_parameters=self.config.matrices,
-            parameter_bytes=numbers * self.dtype.itemsize,
+            parameter_bytes=sum(_local(p).nbytes for p in self.model.parameters()),
             loss_curve=self._whole_losses().tolist() if self.losses else [],
         )
 
@@ -168,6 +178,12 @@ class ModelWork(Workload):
         if self.about.huggingface and (zeroed := without_dropout(self.about.huggingface)):
             notes.append(f"without dropout: {', '.join(zeroed)} of the type's defaults set to 0")
         return notes
+
+
+def _local(x: Any) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
+    # a DTensor is known by its method: to import its type takes half a second
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 @cache

@@ -29,9 +29,13 @@ class Batch:
     def loss(self, logits: Tensor) -> Tensor:
         """This rank's part of the mean cross entropy, from its logits `[B, s, V]`: the sum over its tokens divided by
         the number of all. The loss and the parameters' gradients are summed over ranks."""
-        upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        total = F.cross_entropy(upcast.flatten(0, 1), self.labels.flatten(), reduction="sum", ignore_index=IGNORED)
-        return total / max(self.counted, 1)
+        return summed_loss(logits.flatten(0, 1), self.labels.flatten()) / max(self.counted, 1)
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The sum of the cross entropy over tokens, from logits `[n, V]` and labels `[n]`, in at least fp32."""
+    upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(upcast, labels, reduction="sum", ignore_index=IGNORED)
 
 
 def shard(

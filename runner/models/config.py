@@ -14,6 +14,7 @@ from attention.masks.mask import Mask
 from runner.reading import read_yaml
 
 CAUSAL = masks.causal()
+MOST_LOGITS = 1 << 28  # that a training step holds at once: 1 GiB in fp32
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,12 @@ from attention import masks, profiling
 from attention.api import ContextParallel
 from runner.models.batch import Batch
 from runner.models.config import Config, Kind, Latent
+from runner.models.language_model import LanguageModel
 
 STD = 0.02  # of initial weights
 EPS = 1e-6  # of RMSNorm
 PROJECTIONS = "comp_projections"  # the phase of queries, keys, values and the output; attention has phases of its own
+HEAD = "comp_head"
 
 
 def rotate(x: Tensor, positions: Tensor, base: float) -> Tensor:
@@ -135,7 +137,7 @@ class TransformerBlock(nn.Module):
 FULL = Kind(masks.full())
 
 
-class Transformer(nn.Module):
+class Transformer(LanguageModel):
     """A decoder or, with `config.encoder_layers`, an encoder and a decoder.
 
     attend: the attention of all layers.
@@ -161,17 +163,14 @@ class Transformer(nn.Module):
             for i in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.hidden, EPS)
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Logits `[B, s, V]` of this rank's tokens. Raises ValueError for a source without an encoder, or the reverse."""
-        return self.logits(self.hidden(batch))
+        self.blocks = (*self.encoder, *self.layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """By the output layer, which is the embedding."""
-        return profiling.layer("comp_head", F.linear, hidden, self.embedding.weight)
+        return profiling.layer(HEAD, F.linear, hidden, self.embedding.weight)
 
     def hidden(self, batch: Batch) -> Tensor:
-        """What the output layer takes, `[B, s, C]`."""
+        """What the output layer takes, `[B, s, C]`. Raises ValueError for a source without an encoder, or the reverse."""
         memory = None
         if (batch.source is None) != (self.encoder_norm is None):
             needs = "has no encoder: leave source out" if self.encoder_norm is None else "has an encoder: give source"

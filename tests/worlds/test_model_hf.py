@@ -74,20 +74,28 @@ def config(tmp_path):
 def test_the_gate_passes_models_of_transformers(in_world, config, kind):
     if kind in NO_FP64:
         pytest.skip("its experts have no fp64")
-    spec = resolved(*RUN, config(kind), "attention=ring").plain()
-    assert in_world(models.each_gated, 2, experiments={kind: spec}) == {kind: None}
+    run = *RUN, config(kind), "attention=ring"
+    specs = {how: resolved(*run, f"model.sharded={how}").plain() for how in ("false", "true")}
+    assert in_world(models.each_gated, 2, experiments=specs) == dict.fromkeys(specs)
 
 
-@pytest.mark.parametrize("kind", types("mixtral", "gpt2"))
-def test_types_are_understood_with_the_phases_of_a_model_and_its_flops(config, kind):
-    """Their layers attend as their configurations were read, else the forward would be refused."""
+@pytest.mark.parametrize("kind", types("mixtral", "gpt2", "gemma2"))
+def test_types_are_understood_with_the_phases_of_a_model_and_its_flops(config, kind, monkeypatch):
+    """Their layers attend as their configurations were read, else the forward would be refused. The loss in chunks is that of
+    all logits."""
     spec = resolved(*ONE, config(kind))
     sizes, fn = spec.model.config(spec.workload), attention.make("dense")
     decoder = Decoder(spec.model.huggingface, sizes, fn, False, torch.float32)
     with attention.profiling.record() as phases:
-        logits = decoder(shard(fn, torch.arange(64).view(1, 64)))
-        logits.sum().backward()
-    assert logits.isfinite().all()
+        batch = shard(fn, torch.arange(64).view(1, 64))
+        loss = batch.loss(decoder(batch))
+        loss.backward()
+    gradients = [p.grad for p in decoder.parameters()]
+    decoder.zero_grad()
+    monkeypatch.setattr("runner.models.config.MOST_LOGITS", 10 * 256)
+    chunked = decoder.loss(batch)
+    chunked.backward()
+    torch.testing.assert_close([chunked, *(p.grad for p in decoder.parameters())], [loss, *gradients])
     assert {"comp_projections", "comp_mlp", "comp_block"} <= phases.ms.keys()
     assert len(phases.ms["comp_head"]) == 2  # and its backward
     model = decoder.model
@@ -95,7 +103,7 @@ def test_types_are_understood_with_the_phases_of_a_model_and_its_flops(config, k
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # grouped products are not counted
     with FlopCounterMode(display=False) as counted, torch.no_grad():
-        model(torch.zeros(2, 64, dtype=torch.int64), use_cache=False)
+        decoder.logits(model(torch.zeros(2, 64, dtype=torch.int64), use_cache=False).logits)
     assert counted.get_total_flops() == pytest.approx(sizes.under(masks.full()).flops(2, 64), rel=0.01)
 
 

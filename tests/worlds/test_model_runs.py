@@ -28,7 +28,7 @@ def test_the_gate_passes_every_kind_of_model(in_world):
     runs = {
         "recompute": (*TINY, "dtype=bf16", "attention=ulysses", "mask=chunked", "model.recompute=true"),
         "encoder": (*BOTH, "dtype=fp32"),
-        "sinks": (*LAYER, "dtype=fp32"),
+        "sinks": (*LAYER, "dtype=fp32", "model.sharded=true", "model.recompute=true", "model.offload=true"),
     }
     specs = {name: resolved(*overrides).plain() for name, overrides in runs.items()}
     assert in_world(models.each_gated, 2, experiments=specs) == dict.fromkeys(specs)
@@ -64,8 +64,8 @@ def test_a_fault_that_begins_after_the_check_is_found_after_the_timing(in_world)
 
 def test_a_training_is_timed_by_pass_and_its_loss_falls(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(app, "pool", pool)
-    sweep = runner.multirun([*TINY, "mode=training,inference", "dtype=fp32", f"output={tmp_path}"])
-    training, inference = (result.plain() for result in sweep)
+    given = [*TINY, "mode=training,inference", "model.sharded=false,true", "dtype=fp32", f"output={tmp_path}"]
+    training, sharded, inference, _ = (result.plain() for result in runner.multirun(given))
     for value in (training, inference):
         assert value["status"] == "ok", value["reason"]
         assert value["correctness"]["passed"] and value["correctness"]["timed"]["passed"]
@@ -81,6 +81,8 @@ def test_a_training_is_timed_by_pass_and_its_loss_falls(pool, tmp_path, monkeypa
     assert "wait_gradients" in training["phases"]["backward"]["phases"]
     curve = training["model"]["loss_curve"]
     assert len(curve) >= training["experiment"]["model"]["steps"] == 20
+    assert sharded["model"]["loss_curve"][:20] == pytest.approx(curve[:20], abs=1e-3)
+    assert sharded["model"]["parameter_bytes"] == training["model"]["parameter_bytes"] / 2
     assert curve[0] == pytest.approx(math.log(256), abs=0.1) and curve[-1] < curve[0] - 0.5
 
 

@@ -24,6 +24,7 @@ SIZES = ("layers", "hidden", "mlp", "vocabulary")
 OPTIONS = tuple(each.name for each in fields(Model) if each.name not in ("own_masks", "huggingface"))
 OF_HF = ("config", "type")
 OF_LAYERS = ("scale", "softcap", "sinks", "v_head_dim")  # that model=hf has of its own
+DEFAULTS = {"recompute": False, "sharded": False, "offload": False, "steps": 20, "learning_rate": 0.001}
 TIMED_BY = ("warmup", "adaptive", "simple", "profiler")
 
 
@@ -33,11 +34,11 @@ def model(cfg: DictConfig) -> Model | None:
     name = one_of("model", given.pop("name", None), schema.MODELS)
     if name == NONE:
         return None
-    if not isinstance(given["recompute"], bool) or None in (given["steps"], given["learning_rate"]):
-        raise InvalidConfig(
-            f"model.recompute={shown(given['recompute'])} model.steps={given['steps']} model.learning_rate={given['learning_rate']}: "
-            "must be true or false, and two numbers; the defaults are false, 20 and 0.001"
-        )
+    for key, default in DEFAULTS.items():
+        is_switch = default is False
+        if given[key] is None or isinstance(given[key], bool) != is_switch:
+            kind = "true or false" if is_switch else "a number"
+            raise InvalidConfig(f"model.{key}={shown(given[key])}: must be {kind}; the default is {shown(default)}")
     whole("model.layers", 1 if given["layers"] is None else given["layers"], most=huggingface.MOST_LAYERS)
     own_masks = _own_masks(cfg)
     if name != HF:

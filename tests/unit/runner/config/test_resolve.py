@@ -45,7 +45,7 @@ INVALID = {
     "phases=some": "phases=some: must be true, false or table",
     "order=interleaved timing=simple": "one mean has no rounds",
     "model=decoder_tiny mode=forward": "mode=training or mode=inference",
-    "model=decoder_tiny model.recompute=1": "model.recompute=1 .*must be true or false",
+    "model=decoder_tiny model.recompute=1": "model.recompute=1: must be true or false",
     "model=decoder_tiny attention=tree": "is a decode",
     "model=decoder_tiny attention=dilated": "take ring",
     "model=decoder_tiny q_len=2 attention=auto mode=inference": "a model reads all tokens",
