@@ -33,6 +33,7 @@ def test_a_runs_table_says_what_ran_how_well_and_what_makes_its_times_doubtful(p
     passes["total"] |= {"trend": True, "noisy": True, "iqr_over_median": 0.56}
     base = {"passes": {"total": 21.0}, "iqr_over_median": {"total": 0.2}, "extrapolated": True, "measured_seq_len": 512}
     value["baseline"] |= base
+    value["correctness"] |= {"checked_share": 0.5, "lse": {"checked": False, "why": "no LSE"}}
     metrics["total"] |= {"sol": 0.05, "limited_by": "communication"}
     metrics["forward"]["no_sol"] = "283% of what the matrix product measured here allows"
     ran = {"device": "GPU-1", "samples": 9, "throttle_reasons": ["gpu_idle", "sw_power_cap"]}
@@ -52,13 +53,14 @@ def test_a_runs_table_says_what_ran_how_well_and_what_makes_its_times_doubtful(p
         "! means noisy", "~ means that samples rose or fell", "timing itself takes 100.0 us, 2.5% of the shortest pass",
         "no limit of forward: 283% of what", "* extrapolated by FLOPs from 512 tokens",
         "clocks while timing: 1,620 to 1,980 MHz, held down by sw_power_cap", "commit unknown",
+        "checked on 50.0% of the heads", "the LSE was not checked: no LSE",
         "at its best: ulysses_size=4 (tried: ulysses_size=4 1.500 ms; ulysses_size=2 2.000 ms)",
     ):  # fmt: skip
         assert text in said
     value = measured("run")
     value["timing"]["method"] = "simple"
     said = "\n".join(printed(display.run_table, Result.of(value)))
-    assert not any(text in said for text in ("~", "!", "timing itself", "clocks"))
+    assert not any(text in said for text in ("~", "!", "timing itself", "clocks", "checked"))
     assert said.count("mean of all calls, timed together") == 2 and "sample" not in said
 
 
