@@ -100,13 +100,13 @@ def test_flags_and_overrides_may_alternate(capsys):
     options = parser().parse_intermixed_args(["a=1", "-m", "b=2", "-c", "job", "c=3"])
     assert (options.multirun, options.cfg, options.overrides) == (True, "job", ["a=1", "b=2", "c=3"])
     for given, reason in (
-        (["--seq_len", "512"], "unrecognized arguments: --seq_len"),
-        (["-c", "nope"], "invalid choice"),
+        (["--seq_len", "512"], "unrecognized arguments: --seq_len; write seq_len=VALUE"),
+        (["-c", "nope"], "invalid choice: 'nope' (choose from"),
     ):
         with pytest.raises(SystemExit, match="2"):
             parser().parse_intermixed_args(given)
         (line,) = capsys.readouterr().err.splitlines()
-        assert reason in line and line.endswith("[KEY=VALUE ...]")
+        assert reason in line
 
 
 @pytest.mark.parametrize(
