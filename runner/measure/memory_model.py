@@ -48,8 +48,8 @@ def _peak(spec: Experiment, kernel: str) -> int:
 def _of_model(spec: Experiment, kernel: str) -> int:
     """Parameters, gradients, AdamW's states and text, the activations that the backward needs, and the most that lies beside them:
     the loss over the logits, or a layer's gradients. With recompute a layer keeps its input alone, until its backward computes
-    the rest again. Of sharded parameters those of two layers are gathered, one of them with its gradient, and all outside of
-    layers, with theirs."""
+    the rest again. Sharded parameters are gathered: those outside of layers with their gradients, those of a layer with its gradient
+    and the buffers of both, and those of the next layer."""
     assert spec.model is not None
     call, c, e = spec.workload, spec.model.config(spec.workload), ITEMSIZE[spec.workload.dtype]
     rows, upcast = call.batch * -(-call.seq_len // spec.sharing), max(e, FP32)
@@ -57,7 +57,7 @@ def _of_model(spec: Experiment, kernel: str) -> int:
     parameters, text = c.matrices * e // spec.parameter_ranks, rows * TEXT_BYTES
     if spec.parameter_ranks > 1:
         outside = c.vocabulary * c.hidden * e
-        text += 2 * outside + 3 * (c.matrices * e - outside) // layers
+        text += 2 * outside + 5 * (c.matrices * e - outside) // layers
     beside = _peak(spec, kernel)
     keys_values = c.key_heads * (c.head_dim + c.value_dim)
     projected = c.heads * c.head_dim + keys_values
