@@ -315,8 +315,7 @@ def _integers(name: str, values: Any, rule: str) -> tuple[int, ...]:
     if isinstance(values, Tensor):
         return on_host(_integer_tensor(name, values, rule))
     try:
-        numbers = tuple(values)
-        return numbers if {*map(type, numbers)} == {int} else tuple(map(index, numbers))  # accepts NumPy's integers
+        return tuple(map(index, values))  # accepts NumPy's integers
     except TypeError:
         raise ValueError(f"{name}={_text(values)}: must be integers {rule}") from None
 

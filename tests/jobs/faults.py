@@ -57,6 +57,7 @@ def refuse(me: Rank) -> None:
 def fail_on(me: Rank, rank: int) -> None:
     me.say("working")
     if me.rank == rank:
+        print("a line of the job", flush=True)
         raise RuntimeError("the disk of this rank fell over")
     me.barrier()
 
