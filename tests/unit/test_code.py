@@ -43,13 +43,3 @@ def test_no_function_is_longer_than_a_screen(folder):
             found[f"{path}:{first} {each.name}"] = (each.end_lineno or first) - first + 1 - docstring
     assert len(found) > 500
     assert not {where: lines for where, lines in found.items() if lines > MOST_LINES}
-
-
-def test_a_public_class_of_the_library_has_its_name_alone():
-    """A name of one means nothing else, in the library or in the program."""
-    found: dict[str, list[str]] = {}
-    for path, each in [*definitions("attention"), *definitions("runner")]:
-        if isinstance(each, ast.ClassDef) and not each.name.startswith("_"):
-            found.setdefault(each.name, []).append(path)
-    twice = {name: paths for name, paths in found.items() if len(paths) > 1}
-    assert not {name: paths for name, paths in twice.items() if any(path.startswith("attention/") for path in paths)}
