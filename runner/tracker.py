@@ -3,6 +3,7 @@ not installed, one line says so and no run fails."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def columns(result: Result) -> tuple[dict[str, Any], dict[str, float]]:
 
 
 def _log(result: Result, options: dict[str, Any]) -> None:
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its 7 keep a run waiting for four minutes
     from mlflow.tracking import MlflowClient
 
     client = MlflowClient(options["uri"] or f"sqlite:///{Path(result.config['output']).absolute() / 'mlflow.db'}")

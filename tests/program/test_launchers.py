@@ -18,7 +18,7 @@ def installed(plugin):
 
 LAUNCHERS = [
     pytest.param("submitit_local", "hydra.launcher.timeout_min=5", marks=installed("hydra_submitit_launcher")),
-    pytest.param("joblib", "hydra.launcher.n_jobs=2", marks=installed("hydra_joblib_launcher")),
+    pytest.param("joblib", "hydra.launcher.n_jobs=2", marks=[installed("hydra_joblib_launcher"), pytest.mark.nightly]),
     pytest.param("ray", "+hydra.launcher.ray.init.num_cpus=2", marks=installed("hydra_ray_launcher")),
 ]
 

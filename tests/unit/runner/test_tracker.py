@@ -45,7 +45,7 @@ def test_mlflow_holds_runs_in_a_local_file(tmp_path):
     assert {("host", "h"), ("commit", "c0ffee"), ("folder", str(tmp_path / "other"))} <= set(tags)
 
 
-@pytest.mark.parametrize("lacking", [True, False])
+@pytest.mark.parametrize("lacking", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_tracker_that_is_not_installed_or_fails_is_one_line_and_no_error(tmp_path, monkeypatch, lacking):
     if lacking:
         monkeypatch.setitem(sys.modules, "mlflow.tracking", None)
