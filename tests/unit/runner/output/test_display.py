@@ -14,11 +14,11 @@ from tests.support.recorded import measured
 
 @pytest.fixture
 def printed(monkeypatch, capsys):
-    """What a call prints, in lines of a terminal of that width."""
+    """What a call prints, in lines of a terminal of that width, or of a file."""
 
     def call(show, *arguments, width=400):
-        console = Console(width=width, height=25, highlight=False, force_terminal=width < 80)
-        monkeypatch.setattr(terminal, "out", console)
+        terminals = width and Console(width=width, height=25, highlight=False, force_terminal=width < 80)
+        monkeypatch.setattr(terminal, "out", terminals or terminal._console(stderr=False))
         capsys.readouterr()
         show(*arguments)
         return capsys.readouterr().out.splitlines()
@@ -76,6 +76,8 @@ def test_a_table_fits_its_width_and_cuts_no_figure_or_word(printed, width):
     assert "…" not in said and ("too narrow" in said) == (width < 400)
     for number in range(4):
         assert {str(123456 + number), "zigzag_llama3"} <= {*said.split()}
+    if width == 100:
+        assert printed(display.sweep_table, rows, width=None) == lines  # a file has as many columns
     if width > 60:
         assert max(map(len, lines)) <= width and all(line == line.rstrip() for line in lines)
         assert "TFLOP/s" in said and said.count("heads_k_stride=") == 4
