@@ -101,17 +101,16 @@ def remarks(rows: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
 
 
 def shown(rows: list[dict[str, Any]]) -> list[Column]:
-    """The columns of a table of these rows: those that are not empty and, of what is swept, those in which the rows differ. A
-    sparsity is shown wherever there is one."""
-    return [
-        column
-        for column in TABLE
-        if (
-            differ(rows, column) or (column.measured and any(entry[column.key] for entry in rows))
-            if column.swept
-            else any(entry[column.key] is not None for entry in rows)
-        )
-    ]
+    """The columns of a table of these rows: without empty ones, and without settings that all rows share. A sparsity above 0 is
+    shown always."""
+
+    def told(column: Column) -> bool:
+        values = [entry[column.key] for entry in rows]
+        if not column.swept:
+            return any(value is not None for value in values)
+        return differ(rows, column) or (column.measured and any(values))
+
+    return [column for column in TABLE if told(column)]
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:

@@ -107,7 +107,8 @@ def _side_by_side(
         ratios = [_ratio(row, runs, which, ours == AUTO) for row, runs in zip(rows, timed, strict=True)]
         cells = [[*texts, ratio] for texts, ratio in zip(cells, ratios, strict=True)]
         notes += [EVEN] if any(ratio.startswith("even") for ratio in ratios) else []
-    if shown == ["pack"] and len({run.result.asked.seed for run in first}) == len(rows) > 2:  # each seed drew a batch
+    batches = shown == ["pack"] and len({run.result.asked.seed for run in first}) == len(rows)  # each seed drew one
+    if batches and len(rows) > 2 and not mixed(every):
         cells.append(_mean(rows, columns, which, len(titles)))
     notes += [NOISY] if any(noisy(run, which) for runs in timed for run in runs) else []
     return Table(titles, cells, LEFT, notes + mixed_note(timed))
