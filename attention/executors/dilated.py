@@ -14,12 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attention.dtypes import accumulation_dtype
 from attention.executors import exchange
 from attention.executors.plan import Plan, plan_steps
+from attention.gpu.uploads import held, uploaded
 from attention.kernels.interface import Grads, Triple
 from attention.profiling import phase
 from attention.reduction.parts import merge
@@ -62,7 +64,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
                     out.copy_(out_part)
     with phase("comp_merge", len(plan.parts)):
         whole, lse = with_sinks(total.results()[0], lse, sinks)
-        out = whole / total.divisor if total.divisor > 1 else whole
+        out = total.divided(0, whole, torch.empty_like(whole)) if total.divisor > 1 else whole
     return out, lse, (q, k, v, lse, *own) if detached else saved_with(sinks, q, k, v, whole, lse)
 
 
@@ -96,7 +98,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
         # the sums are divided, not dout: rounding its often equal elements would bias the gradients
         n, sums = totals.divisor, totals.results()
         of_sinks = [x / n for x in sinks_gradients(dout, saved)] if plan.sinks else []
-        return *(sums if n == 1 else [x.div_(n) for x in sums]), *of_sinks
+        return *(sums if n == 1 else [totals.divided(side, x, x) for side, x in enumerate(sums)]), *of_sinks
 
 
 def _parts(plan: Plan, device: torch.device) -> Iterator[tuple[Component, Plan]]:
@@ -125,7 +127,7 @@ def _folded(xs: Sequence[Tensor], c: Component, plan: Plan) -> Any:
 class _Totals:
     """Tensors like out, or like q, k and v, to which every component gives its part: the first at a place writes there, others are
     combined with it, in the accumulation dtype where more than two pairs meet. divisor: of the results of head groups, the number of
-    pairs."""
+    pairs. clears_last: whether other places become 0 only in `divided`."""
 
     def __init__(self, plan: Plan, *likes: Tensor):
         self.plan, self.like, self.wholes = plan, likes[0], list[Tensor]()
@@ -135,13 +137,15 @@ class _Totals:
         kept = plan.derived if plan.options.memory_pool and dtype != self.like.dtype else {}
         self.in_place = dtype == self.like.dtype and not plan.options.copies  # whether kernels may write into them
         first = plan.parts[0][0]
+        disjoint = not any(max(c.earlier[: len(likes)]) for c, _ in plan.parts)
+        self.clears_last = self.divisor > 1 and disjoint and self.like.is_cuda and not plan.sinks
         for side, like in enumerate(likes):
             key = side, like.shape
             if key not in kept:
                 kept[key] = like.new_empty(like.shape, dtype=dtype)
             # with rate 1 and all heads the first component writes everything
             self.cleared = first.earlier[side] or _views(like, first, side)[0].shape != like.shape
-            self.wholes.append(kept[key].zero_() if self.cleared else kept[key])
+            self.wholes.append(kept[key].zero_() if self.cleared and not self.clears_last else kept[key])
 
     def targets(self, c: Component) -> Any:
         """Where the kernel of a component may write: views, None where there are none."""
@@ -156,6 +160,23 @@ class _Totals:
             views = _views(whole, c, side)
             for view, rows in zip(views, [x] if len(views) == 1 else x.split(1, -2), strict=True):
                 (view.add_ if c.earlier[side] else view.copy_)(rows.reshape(view.shape))
+
+    def divided(self, side: int, x: Tensor, out: Tensor) -> Tensor:
+        """x, like q, k or v (side 0, 1 or 2), divided by the divisor into `out`, which may be x."""
+        if not self.clears_last:
+            return torch.div(x, self.divisor, out=out)
+        from attention.ops.rows import divide_strided
+
+        def places() -> Tensor:
+            rows = np.ones((2, x.shape[-2]), np.int32)
+            for c, _ in self.plan.parts:
+                for heads in c.taken[side]:
+                    rows[:, heads] = [[c.rate], [c.offset]]
+            return uploaded(rows, x.device)
+
+        strides = held(self.plan.once(("strides", side, x.device), places), x.device)
+        divide_strided(out, x, strides, self.divisor)
+        return out
 
     def results(self) -> list[Tensor]:
         return [x.to(self.like.dtype) for x in self.wholes]

@@ -55,7 +55,8 @@ class LocalKeys:
         self.by_group: list[KeyPair] = [(cut(k, group.k), cut(v, group.k)) for group in work.groups]
         self.published: Publication | None = None
         if work.most is not None:
-            self.published = plan.transport.publish("kv", [x for pair in self.by_group for x in pair], work.most)
+            tensors = [x for pair in self.by_group for x in pair]
+            self.published = plan.transport.publish("kv", tensors, work.most, work.sent)
 
     def pull(self, g: int, i: int) -> Arriving:
         """Starts to bring the keys of step i for head group g."""

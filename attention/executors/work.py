@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from attention.executors.heads import gathered_sizes, halves, head_groups
 from attention.executors.nested_prefixes import together
 from attention.executors.plan import LocalCall, Plan
-from attention.geometry.intervals import side_by_side
+from attention.geometry.intervals import side_by_side, union
 from attention.geometry.layouts import largest
 from attention.geometry.merge_plan import MergePlan, merge_plan
 from attention.geometry.transfers import Move, Route, gather_move, gathered
 from attention.gpu.streams import Inline, PriorityStream
+from attention.masks.band import Interval, Intervals
 from attention.tensors import FEW, tokens
 from attention.transports import Message, Messages
 
@@ -30,7 +33,8 @@ class Work:
     round travel to their owners.
 
     most: the most tokens that a rank publishes; None: nothing is published. Keys are not published if an all-gather for each
-    head group sends all of them, which it does unless ranks pull, or the mask makes many unnecessary.
+    head group sends all of them, which it does unless ranks pull, or each needs few of the remote keys.
+    sent: the local keys that some remote rank pulls; None where they lie in many places: then all are published.
     calls: of each step, what is computed together. late: by head group, whether the step on the local KV comes last, in the last
     of several groups, or may still be running (`apart`, on the background stream) when the others have ended. queries, keys: by
     head group the parts of this rank's queries and keys, in the order of time; of a gather's keys also how many of them are local
@@ -51,12 +55,13 @@ class Work:
         self.groups = head_groups(q.shape[-2], sizes)
         last, groups = len(sizes) - 1, range(len(sizes))
 
-        all_gathers = gathers and not (problem.world == 1 or problem.keys_differ or pulls)
+        all_gathers = gathers and not (problem.world == 1 or needs_few(plan, bool(local)) or pulls)
         publishes = not all_gathers and any(step.most for step in steps)
         self.most = largest(problem.layout, problem.cu_seqlens, problem.world) if publishes else None
         self.moves = [Move(step.route, ()) for step in steps]
         if gathers and (publishes or backward):
             self.moves[-1] = gather_move(problem, plan.rank)
+        self.sent = _union(x for moving in self.moves for piece in moving.route.sends for x in piece.source)
         self.pulls = [[messages(plan, x.route, 2 * g) for x in self.moves] for g in groups]
         self.returns = [messages(plan, x.route.reversed(), apart=True) for x in self.moves]
         if all_gathers:  # by rank, of its keys in its shard and among the gathered
@@ -94,6 +99,20 @@ class Work:
                 parts = tuple(returned + local_keys if late else local_keys + returned)
                 first = 0 if late else len(local_keys)
                 self.keys.append((parts, first) if gathers else merge_plan(tokens(k), parts))
+
+
+def needs_few(plan: Plan, own_first: bool) -> bool:
+    """Whether each rank of a gather needs few of the remote keys. own_first: whether its own are not gathered."""
+    problem, shard = plan.problem, plan.problem.shard_tokens
+    most = plan.steps[-1].most - (0 if own_first else shard)
+    return problem.keys_differ or 2 * most <= problem.cu_seqlens[-1] - shard
+
+
+def _union(intervals: Iterable[Interval]) -> Intervals | None:
+    """Where they lie, in few places; else None."""
+    start, stop = np.array([*intervals], np.int64).reshape(-1, 2).T
+    merged = union(start, stop, 0 * start)[:, :2].tolist()
+    return tuple((a, b) for a, b in merged) if len(merged) <= FEW else None
 
 
 def messages(plan: Plan, route: Route, first: int = 0, n: int = 2, apart: bool = False) -> Messages:

@@ -1,13 +1,15 @@
 """Copies and sums of tokens in one Triton launch. PyTorch's index operations and its copies of strided rows reach a fraction of
 the memory bandwidth. A token of a sum is the sum of one token of each part, chosen by index; several sums over the same tokens
 (dk and dv) share a launch. A copy is the sum of one part, without indices. A program takes a tile of tokens of one sum: with
-all heads if they are adjacent in all tensors, else one. `copy_words` copies contiguous tensors of any sizes."""
+all heads if they are adjacent in all tensors, else one. `copy_words` copies contiguous tensors of any sizes; `divide_strided`
+divides what lies at a stride of each head's tokens, and clears the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 
 import torch
 import triton
@@ -148,3 +150,36 @@ def _words(sizes: tuple[int, ...]) -> TritonLauncher:
     # Triton would compile again for each pattern of ones and multiples of 16; 2n + 1 (n > 0) is neither
     odd = tuple(tuple(2 * n + 1 for n in counts) for counts in (words, ends))
     return TritonLauncher(_copy_words, (ends[-1],), odd, N=len(sizes), WORDS=WORDS, num_warps=8)
+
+
+@triton.jit
+def _divide_strided(  # type: ignore[no-untyped-def]
+    out, x, strides, tokens, heads, head_dim, N: tl.constexpr, DTYPE: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside, head = c < heads * head_dim, c // head_dim
+    rate = tl.load(strides + head, mask=inside, other=1)
+    offset = tl.load(strides + heads + head, mask=inside, other=0)
+    at = row.to(tl.int64) * heads * head_dim + c
+    values = tl.load(x + at, mask=inside & (row % tokens % rate == offset), other=0).to(DTYPE) / N
+    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+
+
+def divide_strided(out: Tensor, x: Tensor, strides: Tensor, n: int) -> None:
+    """Sets out to x / n at the tokens `offset, offset + rate, ..` of each head, and to 0 elsewhere.
+
+    out, x: `[B, S, H, D]` or `[T, H, D]`, contiguous, of one dtype; out may be x. strides: int32 `[2, H]`, the rates above the
+    offsets; a head with an offset that is not below its rate becomes 0."""
+    if x.numel():
+        _divide(x.shape, n, accumulation_dtype(x.dtype))(out, x, strides)
+
+
+@lru_cache(maxsize=MOST)
+def _divide(shape: torch.Size, n: int, dtype: torch.dtype) -> TritonLauncher:
+    *batch, tokens, heads, head_dim = shape
+    width = min(triton.next_power_of_2(heads * head_dim), WORDS)
+    return TritonLauncher(
+        _divide_strided, (prod(batch) * tokens, triton.cdiv(heads * head_dim, width)), (tokens, heads, head_dim), N=n,
+        DTYPE=tl.float64 if dtype == torch.float64 else tl.float32, COLUMNS=width, num_warps=8,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from torch import Tensor
 from attention.agreement import Calls
 from attention.geometry.intervals import length
 from attention.gpu.private import backend, default_group
+from attention.masks.band import Intervals
 from attention.profiling import phase
 from attention.tensors import empty_tokens, put_, take
 from attention.transports.interface import Handle, Message, Messages, Publication, Transport
@@ -36,7 +37,9 @@ class Collective(Transport):
     def join(self) -> None:
         self.queue.join()
 
-    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
+    def publish(
+        self, what: str, tensors: Sequence[Tensor], tokens: int | None = None, pulled: Intervals | None = None
+    ) -> Publication:
         return _Sent(self, what, tensors)
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:

@@ -92,11 +92,14 @@ class Transport:
         remote ranks read, so that publishing copies nothing. tokens: as in `publish`."""
         return [like.new_empty(tuple(shape)) for shape in shapes]
 
-    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
+    def publish(
+        self, what: str, tensors: Sequence[Tensor], tokens: int | None = None, pulled: Intervals | None = None
+    ) -> Publication:
         """Publishes tensors `[B, S, H, D]` or `[T, H, D]`; tensor i has the same heads on every rank.
 
         what: the name of the phases, `comm_<what>` and `wait_<what>`.
-        tokens: the most tokens that any rank publishes in one tensor, where ranks differ."""
+        tokens: the most tokens that any rank publishes in one tensor, where ranks differ.
+        pulled: the tokens that remote ranks pull; None: any."""
         return Publication()
 
     def all_gather(self, into: Tensor, x: Tensor, what: str, step: int) -> Handle:

@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attention.batched_copy import copy_all
+from attention.batched_copy import copy_all, moves
 from attention.geometry.mailbox import Mailbox
 from attention.gpu import cuda_graphs
 from attention.gpu.streams import CudaPriorityStream, Inline, PriorityStream, capturing, current
+from attention.masks.band import Intervals
 from attention.profiling import phase
 from attention.tensors import TOKENS
 from attention.transports.collective import Collective
@@ -261,13 +262,18 @@ class Symmetric(Collective):
         published.taken = self.pool.queue.moment()
         return published.mine
 
-    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
+    def publish(
+        self, what: str, tensors: Sequence[Tensor], tokens: int | None = None, pulled: Intervals | None = None
+    ) -> Publication:
         published = self.pool.filling.get(what)
         if published is None or [*map(id, tensors)] != [*map(id, published.mine)]:
             most = max(x.shape[TOKENS] for x in tensors) if tokens is None else tokens
             published = _SlotPublication(self, what, [x.shape for x in tensors], tensors[0].dtype, most)
+            pairs = [*zip(published.mine, tensors, strict=True)]
             with phase(f"comp_stage_{what}"):
-                copy_all(zip(published.mine, tensors, strict=True))
+                if pulled is not None:
+                    pairs = [pair for mine, x in pairs for pair in moves(mine, x, [(y, y) for y in pulled])]
+                copy_all(pairs)
         del self.pool.filling[what]
         self.pool.queue.aside(published.flags.signal_ready)
         return published

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from attention.geometry.even_shards import even_shards
 from attention.geometry.layouts import IN_ORDER, CuSeqlens, Layout, Shard
 from attention.geometry.options import GatherOptions
-from attention.geometry.schedules import GatherSchedule, Problem, rank_pairs
+from attention.geometry.schedules import GatherSchedule, Problem, Schedule, rank_pairs
 from attention.masks.band import CAUSAL, Band
 from attention.masks.mask import Banded, Mask, Padded
 from attention.masks.overlap import both
@@ -77,8 +77,15 @@ class _Balanced(Variant[BalancedOptions]):
         check_options(options)
         return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens), per_sequence=False)
 
-    def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Mask:
-        return mask if isinstance(mask, Mask) else of_sequences(mask, cu_seqlens)
+    def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
+        """A band in every sequence of a packed batch stays: it needs fewer kernel calls than a pattern."""
+        if isinstance(mask, Mask) or (len(cu_seqlens) > 2 and not mask.windowed):
+            return mask
+        return of_sequences(mask, cu_seqlens)
+
+    def plan(self, options: BalancedOptions, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
+        self.check_cut(options, of_sequences(mask, cu_seqlens), cu_seqlens[-1])
+        return self.schedule
 
     def check_cut(self, options: BalancedOptions, mask: Mask, tokens: int) -> None:
         if mask != options.made_for and not within(mask, options.made_for, tokens):

@@ -27,7 +27,7 @@ from attention.geometry.schedules import Problem
 from attention.gpu.streams import Inline
 from attention.kernels.interface import Call, Into, Kernel, Pair, Tensors, Triple
 from attention.kernels.scratch import backward_scratch
-from attention.masks.band import FULL, Band
+from attention.masks.band import FULL, Band, Intervals
 from attention.profiling import NO_STEP
 from attention.tensors import dense_like, empty_lse, result_like
 from attention.transports.collective import Collective
@@ -332,13 +332,16 @@ class _Recording(Collective):
         self.filling[what] = list(map(id, buffers))
         return buffers
 
-    def publish(self, what: str, tensors: Sequence[Tensor], tokens: int | None = None) -> Publication:
+    def publish(
+        self, what: str, tensors: Sequence[Tensor], tokens: int | None = None, pulled: Intervals | None = None
+    ) -> Publication:
         if not self.pulls:
             return _Publication(self, what, super().publish(what, tensors, tokens))
         if self.filling.pop(what, []) != list(map(id, tensors)):
             most = max(x.shape[-3] for x in tensors) if tokens is None else tokens
             self._reserve(what, [x.shape for x in tensors], most, tensors[0].dtype)
-            self.log.copied(2 * sum(x.nbytes for x in tensors))
+            share = 1.0 if pulled is None else length(pulled) / max(1, tensors[0].shape[-3])
+            self.log.copied(int(2 * share * sum(x.nbytes for x in tensors)))
         return _Publication(self, what)
 
 

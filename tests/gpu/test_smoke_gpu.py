@@ -4,7 +4,6 @@ their own tests."""
 
 import pytest
 
-from tests.jobs import replay
 from tests.support.cases import Case, assert_right
 from tests.support.gpus import need_one
 
@@ -15,10 +14,3 @@ pytestmark = [pytest.mark.gpu, pytest.mark.gpu_smoke, need_one]
 def test_an_exchange_matches_fp64(pool, name):
     common = {"head_dim": 64, "seed": 1, "dtype": "bf16", "transport": "auto"}
     assert_right(pool, [Case(name, 2, 1024, 8, 2, lengths=x, **common) for x in (None, (256, 768))], "cuda")
-
-
-@pytest.mark.parametrize("name", ("zigzag", "ulysses"))
-def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name):
-    found = in_world(replay.graph_replay, 2, "cuda", name=name, kernel="flash2", timeout_s=90)
-    assert found["difference"] < 1e-2
-    assert found["graphs"] == 6

@@ -9,7 +9,7 @@ from attention.tensors import put_, take
 
 pytest.importorskip("triton")
 
-from attention.ops.rows import copy_triton, copy_words
+from attention.ops.rows import copy_triton, copy_words, divide_strided
 
 GPU = torch.cuda.is_available()
 pytestmark = pytest.mark.gpu if GPU else []
@@ -68,3 +68,12 @@ def test_many_stretches_are_taken_and_put(dtype, leading, heads_first):
     expected = x.clone().index_copy_(x.dim() - 3, at, values.to(dtype))
     put_(x, MANY, values)
     assert torch.equal(x, expected) and torch.equal(whole[..., 5:, :], untouched)
+
+
+def test_a_stride_of_each_heads_tokens_is_divided_and_the_rest_cleared():
+    x = normal(2, 37, 2, 80)
+    expected = torch.zeros_like(x)
+    expected[:, :, 0], expected[:, 3::4, 1] = x[:, :, 0] / 3, x[:, 3::4, 1] / 3
+    x[:, 0, 1] = torch.nan  # memory that nothing was written to
+    divide_strided(x, x, torch.tensor([[1, 4], [0, 3]], dtype=torch.int32, device=x.device), 3)
+    torch.testing.assert_close(x, expected)

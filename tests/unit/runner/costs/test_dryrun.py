@@ -52,11 +52,12 @@ def test_usp_is_an_all_to_all_inside_and_a_ring_of_fewer_kv_heads_across():
         assert received("usp", (16,), 4, ulysses_size=2, ring=ring) == expected
 
 
-def test_llama3_gathers_all_other_slices_and_brings_home_what_was_needed():
+def test_llama3_gathers_all_slices_or_what_is_needed_where_that_is_at_most_half():
+    assert received("llama3", (16,), 4) == [{"kv": 12 * KV}] * 4
     # sequences of 6 and 10 in slices of 4: keys needed are [0, 4), [0, 8), [6, 12) and [6, 16)
-    assert received("llama3", (6, 10), 4) == [{"kv": 12 * KV}] * 4
-    home = [4, 2 + 2, 4, 0]
-    assert received("llama3", (6, 10), 4, True) == without_zeros({"kv": 12 * KV, "dkv": n * KV} for n in home)
+    assert received("llama3", (6, 10), 4, True) == without_zeros(
+        {"kv": n * KV, "dkv": m * KV} for n, m in ((0, 4), (4, 4), (2, 4), (6, 0))
+    )
 
 
 @pytest.mark.parametrize(
