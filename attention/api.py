@@ -126,12 +126,20 @@ def _not_compiled(call: Method, instead: Callable[..., Any] | None = None) -> Me
     """`torch.compile` leaves the call out of its graphs, since ranks communicate in it, unless there is something `instead` for
     its arguments. `torch.compiler.disable` would do the same, but imports the compiler at once: that takes seconds, and after
     `init_process_group` it keeps the process group alive."""
-    disabled = private.disable_dynamo(call)
+
+    def on_its_device(*args: Any, **options: Any) -> Any:
+        x = args[1] if len(args) > 1 else None
+        if isinstance(x, Tensor) and x.is_cuda and private.current_device() != x.get_device():
+            with torch.cuda.device(x.device):  # where kernels are launched, and objects gathered
+                return call(*args, **options)
+        return call(*args, **options)
+
+    disabled = private.disable_dynamo(on_its_device)
 
     @wraps(call)
     def inner(*args: Any, **options: Any) -> Any:
         if "torch._dynamo" not in sys.modules:
-            return call(*args, **options)
+            return on_its_device(*args, **options)
         if instead is not None and torch.compiler.is_compiling() and compiled.takes(args[0], options):
             return instead(*args, **options)
         return disabled(*args, **options)

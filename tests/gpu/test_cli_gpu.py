@@ -63,7 +63,7 @@ def test_ranks_that_share_a_gpu_are_checked_and_not_timed(tmp_path):
 
 def test_too_little_memory_is_oom_and_the_sweep_goes_on(tmp_path):
     done, values = run(tmp_path, "-m", *SMALL, "launch.memory_limit_gb=0.05,null", "batch=16")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 1, done.stderr
     assert sorted(v["status"] for v in values) == ["ok", "oom"]
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import attention
 from attention.transports.fabric import CudaFabric
 from attention.transports.queues import CudaQueue
 from tests.support.gpus import own_gpus
@@ -71,3 +72,9 @@ def test_a_flag_is_written_on_the_default_stream_of_the_flags_device():
             assert int(flag) == 0  # x is not filled yet
         torch.cuda.synchronize(DEVICE)
         assert int(flag) == 1
+
+
+def test_a_call_runs_on_its_tensors_device():
+    q = torch.randn(1, 256, 2, 64, device=DEVICE, dtype=torch.bfloat16)
+    out, expected = (attention.make("dense", kernel=kernel)(q, q, q) for kernel in ("flash4", "math"))
+    torch.testing.assert_close(out, expected, atol=1e-2, rtol=1e-2)
