@@ -107,7 +107,9 @@ def dry_run(
 
     q, k = tensor(n, shapes.heads, shapes.head_dim), tensor(held, shapes.kv_heads, shapes.head_dim)
     v, dout = tensor(held, shapes.kv_heads, shapes.v_head_dim), tensor(n, shapes.heads, shapes.v_head_dim)
-    log = _Log((q, k, v, dout))
+    log, ways = _Log((q, k, v, dout)), options.resolved(False)
+    if getattr(ways, "grouping", None) == "fused":
+        ways = replace(ways, **{"grouping": "separate"})  # our kernel does the work of these calls
     transport = Transport() if problem.ranks == 1 else _Recording(log, problem.ranks, pulls)
     place, head = divmod(rank, problem.ulysses)
     like, parts = Call(shapes.head_dim**-0.5), problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
@@ -123,7 +125,7 @@ def dry_run(
         packed=packed,
         kernel=_Kernel(log, kernel),
         transport=transport,
-        options=options.resolved(False),
+        options=ways,
         steps=steps,
     )
     of_parts = ((c, plan_steps(c.problem, place % c.problem.world, like, False, META)) for c in parts)

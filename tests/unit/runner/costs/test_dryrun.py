@@ -28,14 +28,16 @@ def without_zeros(by_rank):
     return [{what: size for what, size in by.items() if size} for by in by_rank]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(
+    ("name", "options"), [*((name, {}) for name in VARIANTS), ("grouped", {"grouping": "fused"})], ids=str
+)
 @pytest.mark.parametrize("world", (1, 4))
-def test_kernel_calls_compute_every_pair_of_the_rank_once(name, world):
+def test_kernel_calls_compute_every_pair_of_the_rank_once(name, options, world):
     shapes, variant = Shapes(batch=1, heads=24, kv_heads=12, head_dim=16, itemsize=2, value_dim=8), VARIANTS[name]
     for problem in problems(variant, world):
         for rank in range(world):
             packed = len(problem.cu_seqlens) > 2
-            passes = dry_run(variant, problem, shapes, rank=rank, packed=packed, backward=not variant.decode)
+            passes = dry_run(variant, problem, shapes, options, rank=rank, packed=packed, backward=not variant.decode)
             forward = place_flops(problem, shapes, rank // problem.ulysses)
             expected = [forward, forward * backward_flops(shapes, 1) // forward_flops(shapes, 1)]
             assert [x.flops for x in passes] == expected[: len(passes)], (problem, rank)
