@@ -109,7 +109,8 @@ def dry_run(
     v, dout = tensor(held, shapes.kv_heads, shapes.v_head_dim), tensor(n, shapes.heads, shapes.v_head_dim)
     log, ways = _Log((q, k, v, dout)), options.resolved(False)
     if getattr(ways, "grouping", None) == "fused":
-        ways = replace(ways, **{"grouping": "separate"})  # our kernel does the work of these calls
+        # our kernel does the work of these calls
+        ways = replace(ways, grouping="separate")  # type: ignore[call-arg]
     transport = Transport() if problem.ranks == 1 else _Recording(log, problem.ranks, pulls)
     place, head = divmod(rank, problem.ulysses)
     like, parts = Call(shapes.head_dim**-0.5), problem.schedule.parts(problem, shapes.heads, shapes.kv_heads)
