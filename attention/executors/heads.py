@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-OVERLAPPED = 16384  # gathered tokens from which a transfer takes longer than the launches of another head group
+OVERLAPPED = 16384  # remote tokens from which a transfer takes longer than the launches of another head group
 
 
 class HeadGroup(NamedTuple):
@@ -30,7 +30,7 @@ def halves(head_parts: int | None, kv_heads: int, tokens: int, threshold: int) -
 
 
 def gathered_sizes(kv_heads: int, stride: int | None, small_first: bool, small_last: bool, tokens: int) -> list[int]:
-    """KV heads of each group that is gathered at a time: `stride`, or for None all. Of many `tokens` a quarter of the heads
+    """KV heads of each group that is gathered at a time: `stride`, or for None all. Of many remote `tokens` a quarter of the heads
     comes first where `small_first`, since compute waits for the first keys, and last where `small_last`, since the last gradients
     are waited for."""
     if stride is not None:

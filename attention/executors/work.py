@@ -48,7 +48,7 @@ class Work:
         if gathers:
             # a smaller first group pays only if ranks pull, and if no local step hides the transfer of its keys
             small = pulls and not local, pulls and backward
-            sizes = gathered_sizes(kv_heads, plan.options.heads_k_stride, *small, steps[-1].most)
+            sizes = gathered_sizes(kv_heads, plan.options.heads_k_stride, *small, most_remote(plan, bool(local)))
         elif backward and problem.ulysses == 1:  # an all-to-all already divides the heads
             n = halves(plan.options.head_parts, kv_heads, tokens(k), RING_HALVED)
             sizes = [kv_heads // n] * n
@@ -101,11 +101,15 @@ class Work:
                 self.keys.append((parts, first) if gathers else merge_plan(tokens(k), parts))
 
 
+def most_remote(plan: Plan, own_first: bool) -> int:
+    """The most remote keys that a rank of a gather needs. own_first: whether its own are not gathered."""
+    return plan.steps[-1].most - (0 if own_first else plan.problem.shard_tokens)
+
+
 def needs_few(plan: Plan, own_first: bool) -> bool:
-    """Whether each rank of a gather needs few of the remote keys. own_first: whether its own are not gathered."""
-    problem, shard = plan.problem, plan.problem.shard_tokens
-    most = plan.steps[-1].most - (0 if own_first else shard)
-    return problem.keys_differ or 2 * most <= problem.cu_seqlens[-1] - shard
+    """Whether each rank of a gather needs few of the remote keys, so that an all-gather would send too much."""
+    problem = plan.problem
+    return problem.keys_differ or 2 * most_remote(plan, own_first) <= problem.cu_seqlens[-1] - problem.shard_tokens
 
 
 def _union(intervals: Iterable[Interval]) -> Intervals | None:
