@@ -66,10 +66,22 @@ class ForPatterns(Wrapped):
         return self.kernel.backward(dout, q, k, v, out, lse, call, into)
 
     def attend(self, tensors: Tensors, call: Call, into: Pair | None = None) -> Pair:
-        return by_parts(partial(_packed, self.kernel.forward), tensors, _parts(call, tensors[0]), into)  # type: ignore[no-any-return]
+        return _computed(self.kernel.forward, tensors, call, into)  # type: ignore[no-any-return]
 
     def gradients(self, tensors: Tensors, call: Call, into: Into = None) -> Triple:
-        return by_parts(partial(_packed, self.kernel.backward), tensors, _parts(call, tensors[0]), into)  # type: ignore[no-any-return]
+        return _computed(self.kernel.backward, tensors, call, into)  # type: ignore[no-any-return]
+
+
+def _computed(compute: Callable[..., Any], tensors: Tensors, call: Call, into: Any) -> Any:
+    """By the packed calls of the pattern. One call that has all tokens of a single batch element takes them, and `into`, as they
+    are."""
+    parts, pattern = _parts(call, tensors[0]), call.pattern
+    assert pattern is not None
+    whole = ((0, pattern.n_q),), ((0, pattern.n_k),)
+    if len(tensors[0]) > 1 or len(parts) > 1 or parts[0].overlapping or parts[0][:2] != whole:
+        return by_parts(partial(_packed, compute), tensors, parts, into)
+    results = compute(*(x[0] for x in tensors), parts[0].call, into and tuple(x[0] for x in into))
+    return into or tuple(x[None] for x in results)
 
 
 def _packed(compute: Callable[..., Any], tensors: Tensors, call: Call) -> list[Tensor]:
