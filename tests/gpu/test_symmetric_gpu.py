@@ -92,14 +92,7 @@ def test_blocking_launches_do_not_hang(transport, tmp_path):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", ("flash2", "flash4"))
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.gpu_smoke] * (name in ("zigzag", "ulysses")))
-        for name in SHARDED
-        if "ulysses_size" not in VARIANTS[name].options.names()
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in SHARDED if "ulysses_size" not in VARIANTS[name].options.names()])
 def test_passes_replayed_from_graphs_give_what_calls_give(in_world, name, kernel, world):
     if reason := KERNELS[kernel].missing("cuda"):
         pytest.skip(reason)
