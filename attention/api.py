@@ -252,7 +252,7 @@ class ContextParallel:
             raise ValueError(f"{error}{ways_out(cu, self.world) or ', or fn.shard(x, pad=True)'}") from None
         if added:  # the shards are those of the whole with its padding
             x = torch.cat([x, x.new_zeros((*x.shape[:dim], added, *x.shape[dim + 1 :]))], dim)
-        parts = [token_range(x, dim, r) for r in shards[self.rank]]
+        parts = [token_range(x, dim, r) for r in shards[self.rank]] or [x.narrow(dim, 0, 0)]
         part = x.contiguous() if parts[0].shape == x.shape else torch.cat(parts, dim)
         return (part, added) if pad else part
 

@@ -45,8 +45,9 @@ class Part:
 
     def received(self, rank: int, pulls: bool) -> list[Counter[str]]:
         """Bytes that a rank receives in a forward and, if there is one, in a backward, by what moves. pulls: as in `dry_run`."""
-        both = not self.variant.decode
-        passes = dry_run(self.variant, self.problem, self.shapes, self.options, rank=rank, pulls=pulls, backward=both)
+        about = self.variant, self.problem, self.shapes, self.options
+        packed, both = len(self.problem.cu_seqlens) > 2, not self.variant.decode
+        passes = dry_run(*about, rank=rank, pulls=pulls, packed=packed, backward=both)
         return [Counter({key: self.times * size for key, size in each.received.items()}) for each in passes]
 
     def moved(self, rank: int, backward: bool) -> int:

@@ -39,14 +39,17 @@ OTHER_RUNS = {
     "llama3": "seqlens=[100,28,128]",
     "zigzag_varlen": "seqlens=[8,24,64]",
     "ring_varlen": "seqlens=[8,24,64]",
+    "zigzag_llama3": "attention.grouping=packed seqlens=[8,8,8,8,8,8,8,8,8]",
     "tree": "kv_lengths=[40] prefix=24",
     "ring_decode": "kv_lengths=[40] prefix=24",
 }
 
 
 @pytest.mark.parametrize("transport", ["gloo", "symm"])
-def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, transport, world=2):
-    sizes = f"batch=1 heads=4 kv_heads=2 head_dim=16 seq_len=64 dtype=fp32 world_size={world} transport={transport} hardware=cpu"
+def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, transport):
+    sizes = (
+        f"batch=1 heads=4 kv_heads=2 head_dim=16 seq_len=64 dtype=fp32 world_size=2 transport={transport} hardware=cpu"
+    )
     specs = [
         resolved(f"attention={name}", sizes, more)
         for name in VARIANTS
@@ -55,7 +58,7 @@ def test_the_bytes_of_the_metrics_are_those_that_the_transport_counts(in_world, 
     ]
     pairs = "attention.segments=[16,48] attention.rates=[1,4] attention.mixing=longnet"
     specs.append(resolved("attention=ring_dilated", sizes, pairs))
-    counted = in_world(traffic.counted, world, experiments=[spec.plain() for spec in specs])
+    counted = in_world(traffic.counted, 2, experiments=[spec.plain() for spec in specs])
     for spec, found in zip(specs, counted, strict=True):
         assert found["name"] == transport
         passes = dict.fromkeys(found["received"][0], 1.0)
