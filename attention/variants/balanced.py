@@ -78,7 +78,7 @@ class _Balanced(Variant[BalancedOptions]):
         return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens), per_sequence=False)
 
     def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
-        """A band in every sequence of a packed batch stays: it needs fewer kernel calls than a pattern."""
+        """A band in every sequence of a packed batch stays: its calls take less CPU time than those of a pattern."""
         if isinstance(mask, Mask) or (len(cu_seqlens) > 2 and not mask.windowed):
             return mask
         return of_sequences(mask, cu_seqlens)
