@@ -128,7 +128,7 @@ def _not_compiled(call: Method, instead: Callable[..., Any] | None = None) -> Me
     `init_process_group` it keeps the process group alive."""
 
     def on_its_device(*args: Any, **options: Any) -> Any:
-        x = args[1] if len(args) > 1 else None
+        x = args[1] if len(args) > 1 else options.get("q", options.get("x"))
         if isinstance(x, Tensor) and x.is_cuda and private.current_device() != x.get_device():
             with torch.cuda.device(x.device):  # where kernels are launched, and objects gathered
                 return call(*args, **options)
