@@ -127,7 +127,7 @@ def _folded(xs: Sequence[Tensor], c: Component, plan: Plan) -> Any:
 class _Totals:
     """Tensors like out, or like q, k and v, to which every component gives its part: the first at a place writes there, others are
     combined with it, in the accumulation dtype where more than two pairs meet. divisor: of the results of head groups, the number of
-    pairs. clears_last: whether other places become 0 only in `divided`."""
+    pairs. clears_last: whether places without a part become 0 in `divided`, not before."""
 
     def __init__(self, plan: Plan, *likes: Tensor):
         self.plan, self.like, self.wholes = plan, likes[0], list[Tensor]()

@@ -109,7 +109,7 @@ def dry_run(
     v, dout = tensor(held, shapes.kv_heads, shapes.v_head_dim), tensor(n, shapes.heads, shapes.v_head_dim)
     log, ways = _Log((q, k, v, dout)), options.resolved(False)
     if getattr(ways, "grouping", None) == "fused":
-        # our kernel does the work of these calls
+        # the one kernel does the work of these calls, and takes no tensors without data
         ways = replace(ways, grouping="separate")  # type: ignore[call-arg]
     transport = Transport() if problem.ranks == 1 else _Recording(log, problem.ranks, pulls)
     place, head = divmod(rank, problem.ulysses)

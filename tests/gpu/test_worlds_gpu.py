@@ -4,7 +4,6 @@ import pytest
 
 from attention.masks.band import Band
 from attention.variants.registry import VARIANTS
-from runner.config.rules.attention import PACKED
 from tests.support import coverage
 from tests.support.cases import Case, assert_right
 from tests.support.gpus import need_one, worlds
@@ -14,9 +13,8 @@ WORLDS = worlds(1, 2, 4, 8)
 SHARDED = [name for name, v in VARIANTS.items() if v.unsuitable(2, decode=False) is None and not v.alias_of]
 OPTIONS = {
     "zigzag_llama3": [{}, {"own_first": False}, {"grouping": "packed"}, {"grouping": "fused"}],
-    "usp": [{}, {"ring": "contiguous"}],
 }
-MANY = (1, 3, 2, 1, 1, 2, 1, 4, 1, 2, 1, 45)
+MANY = (*[5] * 12, 4)
 
 
 def masks(world):
@@ -51,8 +49,6 @@ def cases(name, world, chosen):
         calls += [{"masks": (mask,), "head_dim": dim} for mask in masks(world)[1:4] for dim in (128, 80)]
         calls += [{"masks": (mask,), "causal": variant.causal_only} for mask in masks(world)[::4]]
     common = {"heads": 8, "kv_heads": 2 if world < 3 else world, "head_dim": 128, "dtype": "bf16", "transport": "auto"}
-    if name in PACKED:
-        calls = [{"lengths": (512 * world,), **call, "batch": 1} for call in calls]
     made = [
         Case(name, world, 512 * world, seed=i, options=chosen, **{**common, **call}) for i, call in enumerate(calls)
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_port():
-    """One that no other world can get meanwhile, as those that the kernel gives out. The 15 behind it are this process's, too."""
+    """A free port below those that the kernel gives out. Each process has sixteen in a row, chosen by its number."""
     given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in range(given_out // 2 + 16 * (os.getpid() % 1000), given_out):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -77,6 +77,13 @@ def test_a_packed_sweep_is_reported_compared_and_resumed_as_its_folders_are(swee
     assert set(samples["run"].to_pylist()) == {second.name}  # of the run that was done again there are none
 
 
+def test_samples_of_an_earlier_version_without_rounds_are_packed_beside_those_of_now(sweep):
+    path = runs_of(sweep)[1] / "samples.parquet"
+    pq.write_table(pq.read_table(path).drop_columns(["round"]), path)
+    assert pack.main([str(sweep)]) == 0
+    assert {*pq.read_table(sweep / "samples.parquet")["round"].to_pylist()} == {0}
+
+
 def test_a_table_that_cannot_be_packed_leaves_the_packed_sweep_as_it_was(sweep, capsys):
     assert pack.main([str(sweep)]) == 0
     before = {path: path.read_bytes() for path in sweep.glob("*.parquet")}

@@ -28,9 +28,7 @@ def without_zeros(by_rank):
     return [{what: size for what, size in by.items() if size} for by in by_rank]
 
 
-@pytest.mark.parametrize(
-    ("name", "options"), [*((name, {}) for name in VARIANTS), ("grouped", {"grouping": "fused"})], ids=str
-)
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in VARIANTS), ("grouped", {"grouping": "fused"})])
 @pytest.mark.parametrize("world", (1, 4))
 def test_kernel_calls_compute_every_pair_of_the_rank_once(name, options, world):
     shapes, variant = Shapes(batch=1, heads=24, kv_heads=12, head_dim=16, itemsize=2, value_dim=8), VARIANTS[name]
