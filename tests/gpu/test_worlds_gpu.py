@@ -81,7 +81,6 @@ DECODES = [
     *[{"kv_lengths": LENGTHS}] * 3,  # on the GPU and on the host; the fused reduction's two slots are used in turn
     {"kv_lengths": LENGTHS, "queries": 3, "causal": True, "sinks": "fp32"},
     {"kv_lengths": LENGTHS, "queries": 3, "window": (900, 0), "sinks": "fp32", "softcap": 2.0, "value_dim": 24},
-    {"queries": 4, "causal": True, "value_dim": 8},
     {"kv_lengths": LENGTHS, "prefix": 777, "sinks": "fp32"},
 ]
 

@@ -67,11 +67,15 @@ def printed(tmp_path_factory):
         subprocess.Popen([*command, rank, "2", json.dumps(plan)], cwd=ROOT, env=ENV, **pipes) for rank in ("0", "1")
     ]
     found = dict.fromkeys(runs, "")
-    for rank in ranks:
-        out, errors = rank.communicate(timeout=500)
-        assert rank.returncode == 0, errors
-        for number, text in re.findall(r"^run (\d+)\n(.*?)(?=^run |\Z)", out, re.DOTALL | re.MULTILINE):
-            found[list(runs)[int(number)]] += text
+    try:
+        for rank in ranks:
+            out, errors = rank.communicate(timeout=500)
+            assert rank.returncode == 0, errors
+            for number, text in re.findall(r"^run (\d+)\n(.*?)(?=^run |\Z)", out, re.DOTALL | re.MULTILINE):
+                found[list(runs)[int(number)]] += text
+    finally:
+        for rank in ranks:  # one that waits for another that failed
+            rank.kill()
     return found
 
 
