@@ -7,6 +7,7 @@ forward again."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,9 @@ def handle_of(fn: ContextParallel) -> str:
 
 
 @private.constant_in_graphs
-def _handle_of_mask(mask: Mask) -> str:
+def _handle_of_mask(address: int) -> str:
+    """The handle of a mask by its `id`: the compiler of PyTorch 2.11 gives a constant function no dataclass."""
+    mask = ctypes.cast(address, ctypes.py_object).value
     handle = repr(mask)
     masks[handle] = mask
     return handle
@@ -73,8 +76,7 @@ def call(
     gradient = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, sinks))
     handle = mask or ""
     if isinstance(handle, Mask):
-        id(handle)  # so the compiler checks at each call that the mask is still this object
-        handle = _handle_of_mask(handle)
+        handle = _handle_of_mask(id(handle))  # by which the compiler checks at each call that it is still this object
     lengths = cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
     arguments = q, k, v, sinks, lengths, fn.handle, handle, causal, scale, *window, padding, softcap, gradient
     out, lse, *_ = _Call.apply(*arguments) if gradient else torch.ops.attention.call(*arguments)

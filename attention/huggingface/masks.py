@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import reduce
 from inspect import getclosurevars
 from operator import and_, or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,8 +18,7 @@ from attention.masks.rectangles import Rectangles, from_columns
 Function = Callable[..., Any]  # of transformers: whether a query sees a key, by batch element, head and two positions
 
 
-@dataclass(frozen=True)
-class LayerMask:
+class LayerMask(NamedTuple):
     """Which keys a query of a layer sees within its document, or would without any other mask: those within `band`, and those of
     its own block (an image's tokens) within `block`, None for no keys; of both, those of its own `chunk` tokens."""
 

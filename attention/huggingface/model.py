@@ -292,7 +292,7 @@ def with_layout_of_encoder(
 def shifted_loss(of_model: Callable[..., Tensor], logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The model's loss over shift_labels. Raises ValueError if the model does not pass them on: it would shift those of a sharded
     batch again, all of which are `IGNORED`."""
-    missing = {"shift_labels", "num_items_in_batch"} - kwargs.keys()
+    missing = {"shift_labels", "num_items_in_batch"}.difference(kwargs)
     if missing and (labels == IGNORED).all():
         raise ValueError(f"the model passes no {', '.join(sorted(missing))} to its loss; compute it from the logits")
     return of_model(logits, kwargs.get("shift_labels", labels), *args, **kwargs)
