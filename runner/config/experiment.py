@@ -278,8 +278,10 @@ class Experiment:
 
     @property
     def call_options(self) -> dict[str, Any]:
-        """The options, with those that the variant takes from its calls: the mask that a layout is made for."""
-        of_call = {"mask": self.workload.whole_mask, "tokens": self.workload.seq_len}
+        """The options, with those that the variant takes from its calls: the mask that a layout is made for, one for all packed
+        batches."""
+        call = self.workload.dense if self.timing.new_packs else self.workload
+        of_call = {"mask": call.whole_mask, "tokens": call.seq_len}
         names = self.chosen.options.from_call if self.chosen else ()
         return self.options | {name: of_call[name] for name in names}
 

@@ -43,7 +43,7 @@ def test_equal_runs_in_one_world_take_equally_much_memory(pool):
 
 @pytest.mark.parametrize("new_packs", [False, True])
 def test_the_last_timed_iteration_is_compared_or_it_is_said_why_not(pool, new_packs):
-    pack = ("attention=llama3", "batch=1", "seqlens=[2,6,8,16,24,32,40]", "baseline=none")
+    pack = ("attention=balanced", "batch=1", "seqlens=[2,6,8,16,24,32,40]", "baseline=none")
     correctness = measured(pool, 1, *pack, f"timing.new_packs={new_packs}")["correctness"]
     tensors = {"out", "dq", "dk", "dv"}
     assert correctness["timed"]["last"].keys() == ({"why"} if new_packs else tensors)
