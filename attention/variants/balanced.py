@@ -77,14 +77,11 @@ class _Balanced(Variant[BalancedOptions]):
         check_options(options)
         return Layout("balanced", 1, MaskSplit(options.made_for, options.tokens), per_sequence=False)
 
-    def form(self, mask: Band | Mask, cu_seqlens: CuSeqlens) -> Band | Mask:
-        """A band in every sequence of a packed batch stays: its calls take less CPU time than those of a pattern."""
-        if isinstance(mask, Mask) or (len(cu_seqlens) > 2 and not mask.windowed):
-            return mask
-        return of_sequences(mask, cu_seqlens)
-
     def plan(self, options: BalancedOptions, cu_seqlens: CuSeqlens, world: int, mask: Band) -> Schedule:
-        self.check_cut(options, of_sequences(mask, cu_seqlens), cu_seqlens[-1])
+        asked, made_for = of_sequences(mask, cu_seqlens), options.made_for
+        if isinstance(made_for, Padded):  # comes last, so that a causal band need not name it
+            asked = Padded(asked, made_for.padding)
+        self.check_cut(options, asked, cu_seqlens[-1])
         return self.schedule
 
     def check_cut(self, options: BalancedOptions, mask: Mask, tokens: int) -> None:
