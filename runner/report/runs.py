@@ -124,9 +124,9 @@ class Run:
         return tuple(getattr(self, key) for key in WORKLOAD)
 
     @property
-    def sparsity(self) -> float:
-        """The share of the pairs that the mask removes from dense attention in its direction."""
-        return (self.result.metrics.sparsity_ratio if self.result.metrics else None) or 0.0
+    def sparsity(self) -> float | None:
+        """The share of the pairs that the mask removes from dense attention in its direction; None if a pair counts several times."""
+        return self.result.metrics.sparsity_ratio if self.result.metrics else None
 
     @property
     def dense_ms(self) -> dict[str, float]:

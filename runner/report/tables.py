@@ -81,7 +81,7 @@ def _measured(runs: Sequence[Run]) -> Columns:
             title = rate_title(runs) if column.key == "tflops_per_device" else column.page.title
             columns[title + " (IQR)" * (column.key in TIMED)] = [text(column, run) if run.ok else "" for run in runs]
     if masked:
-        columns["sparsity"] = [f"{run.sparsity:.1%}" if run.ok else "" for run in runs]
+        columns["sparsity"] = ["" if run.sparsity is None else f"{run.sparsity:.1%}" for run in runs]
         columns["FLOPs"] = [flop(run.row["flops"]) if run.ok else "" for run in runs]
     return columns | {RATIO: [f"{trained[run]:.2f}" if run in trained else "" for run in runs]}
 
