@@ -82,13 +82,13 @@ def fastest(results: Sequence[Run], subject: str) -> list[dict[str, Any]]:
 
 
 def answer(question: Mapping[str, Any], plan: Mapping[str, Any], folder: Path, stop: float) -> dict[str, Any]:
-    """What a question's sweep found, or why it was not asked. stop: by `time.monotonic`, when all must have ended."""
+    """What a question's sweep found, or why it was not asked. stop: by `time.monotonic`, when it must have ended."""
     gpus, left = environment.gpu_count(), stop - time.monotonic()
     record = {key: question[key] for key in ("name", "asks", "subject")} | {"answers": [], "runs": []}
     if question["ranks"] > (gpus or CPU_RANKS):
         why: str | None = f"needs {question['ranks']} GPUs, this machine has {gpus}"
         return record | {"status": "not asked", "why": why}
-    if left < LEAST_S:
+    if left < LEAST_S / 2:  # the one before it may end late
         return record | {"status": "not asked", "why": "no time was left"}
     overrides = command(question, plan["all"], gpus, folder)
     record["command"] = [*COMMAND[:3], *overrides[:-1]]  # the folder of the sweep is no part of the question
@@ -129,7 +129,11 @@ def _main(arguments: list[str]) -> int:
     started = time.monotonic()
     stop = started + options.budget_s - CLOSING_S
     questions = [question for question in given["questions"] if question["name"] in options.only]
-    answers = [answer(question, given, folder / question["name"], stop) for question in questions]
+    answers = []
+    for after, question in zip(
+        reversed(range(len(questions))), questions, strict=True
+    ):  # some time stays for each after it
+        answers.append(answer(question, given, folder / question["name"], stop - LEAST_S * after))
     gpus = [state.get("name") for state in environment.gpu_state()] if environment.gpu_count() else []
     machine = {key: environment.host()[key] for key in MACHINE} | {"gpus": gpus}
     period = environment.period(started)
