@@ -35,7 +35,8 @@ stopped: list[int] = []  # the signal that ends the program
 
 
 def _stop(number: int, _: Any) -> None:
-    """The first Ctrl-C or SIGTERM unwinds the program. Later ones are ignored: ending the worlds takes seconds."""
+    """The first Ctrl-C, SIGTERM or SIGHUP (the terminal was closed) unwinds the program. Later ones are ignored: ending the worlds takes
+    seconds."""
     if not stopped:
         stopped.append(number)
         raise KeyboardInterrupt
@@ -78,7 +79,7 @@ def _main() -> int:
     if CANONICAL in sys.argv:
         return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, "-m")])
     options = parser().parse_intermixed_args()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as Ctrl-C is in the background of a script
             signal.signal(number, _stop)
     return command.one_of_several(lambda: _program(options))
