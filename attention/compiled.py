@@ -54,8 +54,7 @@ def handle_of(fn: ContextParallel) -> str:
 def _handle_of_mask(address: int) -> str:
     """The handle of a mask by its `id`: the compiler of PyTorch 2.11 gives a constant function no dataclass."""
     mask = ctypes.cast(address, ctypes.py_object).value
-    handle = repr(mask)
-    masks[handle] = mask
+    masks[handle := f"{mask!r} {next(numbers)}"] = mask
     return handle
 
 
