@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from inspect import signature
 from typing import Any
 
 import torch
@@ -40,9 +41,9 @@ def _mask(mesh: DeviceMesh, tokens: int, causal: bool) -> Any:
             f"seq_len={tokens}: torch_flex_cp needs a multiple of {BLOCK} tokens for each of {mesh.size()} ranks"
         )
     torch_cp()._cp_options.enable_load_balance = causal
-    return flex_cp()._create_cp_block_mask(
-        lambda b, h, q, k: k <= q if causal else k >= 0, 1, 1, tokens, tokens, mesh, None
-    )
+    make = flex_cp()._create_cp_block_mask
+    size = {"BLOCK_SIZE": (BLOCK, BLOCK)} if "BLOCK_SIZE" in signature(make).parameters else {}  # from PyTorch 2.15 on
+    return make(lambda b, h, q, k: k <= q if causal else k >= 0, 1, 1, tokens, tokens, device_mesh=mesh, **size)
 
 
 @cache
