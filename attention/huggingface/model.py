@@ -356,6 +356,8 @@ def check_layers(model: Any) -> None:
     for name, module in language.named_modules():
         if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
             raise ValueError(f"{name} is a {type(module).__name__}: only attention may mix tokens; use another model")
+        if type(module).__name__ == "Llama4TextMoe" and "router_scores.reshape" in getsource(type(module).forward):
+            raise ValueError(f"{name} mixes tokens by a fault of this transformers: install a newer one")
     if others := {*(getattr(language.config, "layer_types", None) or ())} - {*LAYERS}:
         raise ValueError(f"layer_types has {', '.join(sorted(others))}: layers must be {' or '.join(LAYERS)}")
 

@@ -65,7 +65,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 TEXT = {"Gemma3", "Llama4"}  # whose configuration has other modalities, too
 MASKED = {"modernbert"}
 # before transformers 5, experts of Llama 4 mix tokens, and the others attend otherwise
-NEW = {"llama4", "modernbert", "gemma3_encoder", "gemma3_images"}
+NEW = {"llama4", "modernbert", "gemma3_images"}
 
 
 def model_of(kind: str, **options: Any) -> Any:

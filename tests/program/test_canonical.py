@@ -18,8 +18,7 @@ def test_every_question_is_a_sweep_that_the_program_takes(question, gpus, tmp_pa
     given = canonical.command(question, PLAN["all"], gpus, tmp_path)
     assert given[0] == "-m" and overrides.jobs(given[1:])
     if "per_rank" in question:
-        device = "cuda" if gpus else "cpu"
-        lengths = [tokens * (gpus or 2) for tokens in question["per_rank"][device]]
+        lengths = [tokens * (gpus or 2) for tokens in question["per_rank"]["cuda" if gpus else "cpu"]]
         assert f"seq_len={','.join(map(str, lengths))}" in given
 
 
