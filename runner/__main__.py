@@ -76,12 +76,12 @@ def _main() -> int:
     """The program for itself, or as one of those that torchrun, srun or mpirun started."""
     from runner import canonical, command
 
-    if CANONICAL in sys.argv:
-        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, "-m")])
-    options = parser().parse_intermixed_args()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:  # as Ctrl-C is in the background of a script
             signal.signal(number, _stop)
+    if CANONICAL in sys.argv:
+        return canonical.main([text for text in sys.argv[1:] if text not in (CANONICAL, "-m")])
+    options = parser().parse_intermixed_args()
     return command.one_of_several(lambda: _program(options))
 
 
