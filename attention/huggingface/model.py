@@ -357,7 +357,7 @@ def check_layers(model: Any) -> None:
         if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
             raise ValueError(f"{name} is a {type(module).__name__}: only attention may mix tokens; use another model")
         if type(module).__name__ == "Llama4TextMoe" and "router_scores.reshape" in getsource(type(module).forward):
-            raise ValueError(f"{name} mixes tokens by a fault of this transformers: install a newer one")
+            raise ValueError(f"{name} mixes tokens by a fault of transformers 4.56.0: install 4.56.1 or newer")
     if others := {*(getattr(language.config, "layer_types", None) or ())} - {*LAYERS}:
         raise ValueError(f"layer_types has {', '.join(sorted(others))}: layers must be {' or '.join(LAYERS)}")
 

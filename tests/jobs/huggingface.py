@@ -64,7 +64,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 TEXT = {"Gemma3", "Llama4"}  # whose configuration has other modalities, too
 MASKED = {"modernbert"}
-# before transformers 5, experts of Llama 4 mix tokens, and the others attend otherwise
+# before transformers 5, images and ModernBERT attend otherwise; in 4.56.0, experts of Llama 4 mix tokens
 NEW = {"llama4", "modernbert", "gemma3_images"}
 
 

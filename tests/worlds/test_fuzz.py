@@ -21,5 +21,5 @@ def test_random_calls_are_right_or_refused(pool, request, world, share):
     cases = [draw(names[i % len(names)], world, rng.randrange(1 << 30)) for i in range(wanted)]
     found = judged(pool, cases, timeout_s=120.0 + wanted)
     bad = [f"{case}: {said}" for case, said in zip(cases, found, strict=True) if said.startswith("wrong")]
-    assert not bad, "\n".join(bad)
+    assert not bad, bad
     assert found.count("ok") >= wanted // 4, found
