@@ -77,7 +77,7 @@ def call(
     if isinstance(handle, Mask):
         handle = _handle_of_mask(id(handle))  # by which the compiler checks at each call that it is still this object
     lengths = cu_seqlens if cu_seqlens is None or isinstance(cu_seqlens, Tensor) else torch.tensor(cu_seqlens)
-    if gradient:  # PyTorch before 2.13 gives a tensor that comes twice a wrong gradient, and then refuses it
+    if gradient:  # PyTorch 2.11 gives a tensor that comes twice a wrong gradient, 2.13 refuses it
         k, v = k.view_as(k) if k is q else k, v.view_as(v) if v is q or v is k else v
     arguments = q, k, v, sinks, lengths, fn.handle, handle, causal, scale, *window, padding, softcap, gradient
     out, lse, *_ = _Call.apply(*arguments) if gradient else torch.ops.attention.call(*arguments)

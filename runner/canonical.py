@@ -130,10 +130,9 @@ def _main(arguments: list[str]) -> int:
     stop = started + options.budget_s - CLOSING_S
     questions = [question for question in given["questions"] if question["name"] in options.only]
     answers = []
-    for after, question in zip(
-        reversed(range(len(questions))), questions, strict=True
-    ):  # some time stays for each after it
-        answers.append(answer(question, given, folder / question["name"], stop - LEAST_S * after))
+    for number, question in enumerate(questions, 1):
+        later = LEAST_S * (len(questions) - number)  # stays for the questions after it
+        answers.append(answer(question, given, folder / question["name"], stop - later))
     gpus = [state.get("name") for state in environment.gpu_state()] if environment.gpu_count() else []
     machine = {key: environment.host()[key] for key in MACHINE} | {"gpus": gpus}
     period = environment.period(started)

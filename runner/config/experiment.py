@@ -278,8 +278,8 @@ class Experiment:
 
     @property
     def call_options(self) -> dict[str, Any]:
-        """The options, with those that the variant takes from its calls: the mask that a layout is made for, one for all packed
-        batches."""
+        """The options, and those that come from the call: the mask that a layout is made for, and the number of tokens. With new packs
+        the mask is one that every batch keeps within."""
         call = self.workload.dense if self.timing.new_packs else self.workload
         of_call = {"mask": call.whole_mask, "tokens": call.seq_len}
         names = self.chosen.options.from_call if self.chosen else ()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def free_port():
-    """A free port below those that the kernel gives out. Each process has sixteen in a row, chosen by its number."""
+    """A free port below the kernel's ephemeral range. Processes look from ports that are sixteen apart."""
     given_out = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     for port in range(given_out // 2 + 16 * (os.getpid() % 1000), given_out):
         with socket.socket() as probe, contextlib.suppress(OSError):
