@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -64,20 +65,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
                     out.copy_(out_part)
     with phase("comp_merge", len(plan.parts)):
         whole, lse = with_sinks(total.results()[0], lse, sinks)
-        out = total.divided(0, whole, torch.empty_like(whole)) if total.divisor > 1 else whole
+        out = total.finished(0, whole, torch.empty_like(whole), total.divisor) if total.divisor > 1 else whole
     return out, lse, (q, k, v, lse, *own) if detached else saved_with(sinks, q, k, v, whole, lse)
 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
     """(dq, dk, dv) of this rank's shards, and with sinks theirs. A component's backward has the final out and lse of all, or with
-    detached weights its own and its share of dout."""
+    detached weights its own and its share of dout. A result divided by n has gradients divided by n: those of probabilities
+    exp(score - (lse + log n))."""
     detached, qkv = plan.options.weights == "detached", saved[:3]
     totals = _Totals(plan, *qkv)
+    lse_of_all = saved[3 if detached else 4]
+    if totals.divisor > 1:
+        lse_of_all = lse_of_all + log(totals.divisor)
     for i, (c, part) in enumerate(_parts(plan, dout.device)):
         into = totals.targets(c)
         qkv_part: Triple = _folded(qkv, c, plan)
         (dout_part,) = _folded((dout,), c, plan)
-        lse = saved[3 if detached else 4][..., c.taken[0][0], c.offset :: c.rate]
+        lse = lse_of_all[..., c.taken[0][0], c.offset :: c.rate]
         lse = lse.unflatten(-1, (c.fold, -1)).transpose(-2, -3).flatten(0, -3).contiguous()
         if detached:
             out_part, own_lse = saved[4 + 2 * i : 6 + 2 * i]
@@ -95,10 +100,8 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
             with phase("comp_merge", i):
                 totals.add(c, grads)
     with phase("comp_merge", len(plan.parts)):
-        # the sums are divided, not dout: rounding its often equal elements would bias the gradients
-        n, sums = totals.divisor, totals.results()
-        of_sinks = [x / n for x in sinks_gradients(dout, saved)] if plan.sinks else []
-        return *(sums if n == 1 else [totals.divided(side, x, x) for side, x in enumerate(sums)]), *of_sinks
+        of_sinks = [x / totals.divisor for x in sinks_gradients(dout, saved)] if plan.sinks else []
+        return *(totals.finished(side, x, x, 1) for side, x in enumerate(totals.results())), *of_sinks
 
 
 def _parts(plan: Plan, device: torch.device) -> Iterator[tuple[Component, Plan]]:
@@ -127,7 +130,7 @@ def _folded(xs: Sequence[Tensor], c: Component, plan: Plan) -> Any:
 class _Totals:
     """Tensors like out, or like q, k and v, to which every component gives its part: the first at a place writes there, others are
     combined with it, in the accumulation dtype where more than two pairs meet. divisor: of the results of head groups, the number of
-    pairs. clears_last: whether places without a part become 0 in `divided`, not before."""
+    pairs. clears_last: whether places without a part become 0 in `finished`, not before."""
 
     def __init__(self, plan: Plan, *likes: Tensor):
         self.plan, self.like, self.wholes = plan, likes[0], list[Tensor]()
@@ -161,10 +164,10 @@ class _Totals:
             for view, rows in zip(views, [x] if len(views) == 1 else x.split(1, -2), strict=True):
                 (view.add_ if c.earlier[side] else view.copy_)(rows.reshape(view.shape))
 
-    def divided(self, side: int, x: Tensor, out: Tensor) -> Tensor:
-        """x, like q, k or v (side 0, 1 or 2), divided by the divisor into `out`, which may be x."""
+    def finished(self, side: int, x: Tensor, out: Tensor, n: int) -> Tensor:
+        """x, like q, k or v (side 0, 1 or 2), divided by n into `out`, and 0 where there is no part. With n = 1 `out` is x."""
         if not self.clears_last:
-            return torch.div(x, self.divisor, out=out)
+            return x if n == 1 else torch.div(x, n, out=out)
         from attention.ops.rows import divide_strided
 
         def places() -> Tensor:
@@ -175,7 +178,7 @@ class _Totals:
             return uploaded(rows, x.device)
 
         strides = held(self.plan.once(("strides", side, x.device), places), x.device)
-        divide_strided(out, x, strides, self.divisor)
+        divide_strided(out, x, strides, n)
         return out
 
     def results(self) -> list[Tensor]:

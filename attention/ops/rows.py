@@ -162,14 +162,18 @@ def _divide_strided(  # type: ignore[no-untyped-def]
     rate = tl.load(strides + head, mask=inside, other=1)
     offset = tl.load(strides + heads + head, mask=inside, other=0)
     at = row.to(tl.int64) * heads * head_dim + c
-    values = tl.load(x + at, mask=inside & (row % tokens % rate == offset), other=0).to(DTYPE) / N
-    tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
+    chosen = row % tokens % rate == offset
+    if N == 1:
+        tl.store(out + at, tl.zeros([COLUMNS], out.dtype.element_ty), mask=inside & ~chosen)
+    else:
+        values = tl.load(x + at, mask=inside & chosen, other=0).to(DTYPE) / N
+        tl.store(out + at, values.to(out.dtype.element_ty), mask=inside)
 
 
 def divide_strided(out: Tensor, x: Tensor, strides: Tensor, n: int) -> None:
     """Sets out to x / n at the tokens `offset, offset + rate, ..` of each head, and to 0 elsewhere.
 
-    out, x: `[B, S, H, D]` or `[T, H, D]`, contiguous, of one dtype; out may be x. strides: int32 `[2, H]`, the rates above the
+    out, x: `[B, S, H, D]` or `[T, H, D]`, contiguous, of one dtype; out may be x, and with n = 1 is. strides: int32 `[2, H]`, the rates above the
     offsets; a head with an offset that is not below its rate becomes 0."""
     if x.numel():
         _divide(x.shape, n, accumulation_dtype(x.dtype))(out, x, strides)

@@ -70,10 +70,11 @@ def test_many_stretches_are_taken_and_put(dtype, leading, heads_first):
     assert torch.equal(x, expected) and torch.equal(whole[..., 5:, :], untouched)
 
 
-def test_a_stride_of_each_heads_tokens_is_divided_and_the_rest_cleared():
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stride_of_each_heads_tokens_is_divided_and_the_rest_cleared(n):
     x = normal(2, 37, 2, 80)
     expected = torch.zeros_like(x)
-    expected[:, :, 0], expected[:, 3::4, 1] = x[:, :, 0] / 3, x[:, 3::4, 1] / 3
+    expected[:, :, 0], expected[:, 3::4, 1] = x[:, :, 0] / n, x[:, 3::4, 1] / n
     x[:, 0, 1] = torch.nan  # memory that nothing was written to
-    divide_strided(x, x, torch.tensor([[1, 4], [0, 3]], dtype=torch.int32, device=x.device), 3)
+    divide_strided(x, x, torch.tensor([[1, 4], [0, 3]], dtype=torch.int32, device=x.device), n)
     torch.testing.assert_close(x, expected)
