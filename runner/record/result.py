@@ -36,7 +36,7 @@ NEEDED = (
     "world_size",
 )  # of experiments
 SIZES = (*NEEDED[:5], "world_size", "v_head_dim", "q_len", "prefix", "window", "kv_lengths", "seqlens")
-CONFIGURED = ("attention", "model", "config", "mask_as_given", "graphs", "replay")  # what an experiment does not say
+CONFIGURED = ("attention", "model", "config", "mask_as_given", "replay")  # what an experiment does not say
 
 
 class Asked(fields.Part):
@@ -73,8 +73,7 @@ class Asked(fields.Part):
     dtype: str | None
     mode: str | None
     seed: int | None
-    graphs: Any  # true, false or auto: of `replay` where there is one; the oldest results have neither
-    replay: str | None
+    replay: str | None  # none, graphs or auto; of earlier versions launches, or not known
 
     @staticmethod
     def by(result: Result) -> Asked:
@@ -104,10 +103,9 @@ class Asked(fields.Part):
             lengths = values[key]
             listed = isinstance(lengths, list) and all(isinstance(n, int) for n in lengths)
             values[key] = lengths if listed or isinstance(lengths, str) else None
-        graphs = (
-            values["graphs"] if values["replay"] is None else {"graphs": True, "auto": "auto"}.get(values["replay"])
-        )
-        return Asked(**values | {"graphs": graphs if isinstance(graphs, (bool, str)) else False})
+        if values["replay"] is None:  # of earlier versions
+            values["replay"] = {"True": "graphs", "auto": "auto"}.get(str(config.get("graphs")))
+        return Asked(**values)
 
 
 @dataclass
@@ -236,7 +234,7 @@ class Result:
     @property
     def replay_taken(self) -> bool:
         """Whether replay=auto took CUDA graphs."""
-        return self.asked.graphs == "auto" and self.chosen is not None and self.chosen.graphs
+        return self.asked.replay == "auto" and self.chosen is not None and self.chosen.graphs
 
     def group(self, key: str) -> dict[str, Any]:
         """A group of the configuration; empty where it has none, or another value under that name."""

@@ -126,7 +126,7 @@ def _ratio(row: Row, timed: Sequence[Run], which: str, with_auto: bool) -> str:
     """The fastest external package over ours, `even` where they are, with the names of both. External packages are launched:
     so are ours that count."""
     names = {run: column for column, run in row.items()}
-    runs = [run for run in timed if run.graphs is False]
+    runs = [run for run in timed if run.replay not in ("graphs", "auto")]
     theirs = next((run for run in runs if run.external), None)
     ours = next((run for run in runs if (run.attention == AUTO if with_auto else not run.external)), None)
     if theirs is None or ours is None or mixed(timed):

@@ -60,8 +60,6 @@ def _with_kernels(found: dict[Run, str]) -> dict[Run, str]:
 
 
 def _way(run: Run, key: str) -> str:
-    if key == "graphs":
-        return f"graphs={str(run.graphs).lower()}" if run.graphs else ""
     if key == "replay":
-        return "replay=launches" if run.replay == "launches" else ""
+        return f"replay={run.replay}" if run.replay not in (None, "none") else ""
     return str(getattr(run, key))

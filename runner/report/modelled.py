@@ -41,7 +41,7 @@ def machine(run: Run) -> Machine:
     """That the run had; on a CPU with the ceilings that it measured. Launch replays of earlier versions count as launched from
     Python."""
     kernel, transport = run.kernel or "", run.transport or "symm"
-    replayed = run.graphs is True
+    replayed = run.replay == "graphs"
     cpu = run.result.asked.device == "cpu"
     measured = run.result.ceilings
     return Machine(

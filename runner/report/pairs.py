@@ -74,7 +74,7 @@ def asked(run: Run) -> Hashable:
         for key, text in flat(config).items()
         if names & {key, key.partition(".")[0]} and text not in ("none", "false")
     }
-    return run.world_size, run.graphs, run.replay == "launches", run.timing, frozenset(settings)
+    return run.world_size, run.replay or "none", run.timing, frozenset(settings)
 
 
 def _pair(a: Run | None, b: Run | None, which: str, tolerance: float) -> Pair:

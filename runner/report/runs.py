@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from attention.masks.band import Band
 from runner.config.experiment import BEST
 from runner.config.rules.attention import setting_label
+from runner.config.schema import LEFT_OUT
 from runner.config.values import Refusal
 from runner.output import columns, reader
 from runner.peers import PEERS, everything
@@ -24,7 +25,7 @@ from runner.record.result import Asked, Result
 WORKLOAD = (
     "gpu", "model", "mode", "dtype", "batch", "heads", "head_dim", "features", "mask", "pack", "q_len", "seq_len", "world_size",
 )  # fmt: skip
-WAYS = ("asked_kernel", "asked_transport", "graphs", "replay", "timing")
+WAYS = ("asked_kernel", "asked_transport", "replay", "timing")
 PASSES = ("forward", "backward", "total")
 BACK_TO_BACK = "back_to_back"
 Key = TypeVar("Key", bound=Hashable)
@@ -57,8 +58,7 @@ class Run:
     mode: str | None
     kernel: str | None  # the one that ran
     transport: str | None
-    graphs: bool | str
-    replay: str | None  # not known of CUDA graphs, and before there was the option
+    replay: str | None  # not known before there was the option
     timing: str | None
     gpu: str | None
     took: str | None  # the variant and options that attention=auto took, or the options that were the best
@@ -73,7 +73,7 @@ class Run:
         heads = f"{asked.heads}:{asked.kv_heads or asked.heads}" if asked.heads is not None else None
         gpus = (gpu.get("name") for gpu in result.environment.gpus_before)
         variant = everything().get(asked.attention or "")
-        same = "attention", "config", "model", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "graphs"
+        same = "attention", "config", "model", "world_size", "batch", "seq_len", "q_len", "head_dim", "dtype", "replay"
         return Run(
             result=result,
             options=options,
@@ -87,7 +87,6 @@ class Run:
             transport=None if used.transport in ("none", "auto") or asked.attention in PEERS else used.transport,
             asked_kernel=asked.kernel,
             asked_transport=asked.transport,
-            replay=None if asked.graphs else asked.replay,
             timing=columns.timing_text(asked.timing),
             gpu=result.environment.gpu or next(gpus, None),
             **{key: getattr(asked, key) for key in same},
@@ -159,7 +158,7 @@ class Run:
 def _options(result: Result) -> tuple[dict[str, Any], str | None]:
     """The options as asked, and what `auto` or `best` took, which may differ from one workload to the next."""
     if taken := result.taken:
-        return {}, " ".join([*taken, "graphs=true"] if result.replay_taken else taken)
+        return {}, " ".join([*taken, "replay=graphs"] if result.replay_taken else taken)
     options = result.asked.options
     best = [name for name, value in result.group("attention").items() if value == BEST and name in options]
     if not result.chosen or not best:
@@ -244,6 +243,8 @@ def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:
     for condition in conditions:
         key, sign, wanted = condition.partition("=")
         if not sign or all(_value(run, key) is None for run in runs):
+            if key in LEFT_OUT:
+                raise Refusal(f"--where {condition}: {key} {LEFT_OUT[key]}")
             known = sorted({*_NAMED, *(k for run in runs for k in run.options), *columns.KEYS})
             raise Refusal(f"--where {condition}: must be KEY=VALUE with one of these keys: {', '.join(known)}")
         kept = [run for run in kept if str(_value(run, key)).lower() in wanted.lower().split(",")]

@@ -34,7 +34,7 @@ def fact(run: Run, key: str, varying: Varying | None = None) -> str:
         return f"{value}: {run.took}"
     if key in ("seq_len", "q_len"):
         return f"{value:,}"
-    return {"graphs": str(value).lower(), "mode": str(value).replace("_", " and ")}.get(key, str(value))
+    return str(value).replace("_", " and ") if key == "mode" else str(value)
 
 
 def differing(runs: Sequence[Run]) -> list[str]:

@@ -147,36 +147,39 @@ def test_runs_are_chosen_by_what_was_asked_and_by_options(runs):
     assert len(where(found, ["attention=usp", "heads=32:8"])) == 3
     with pytest.raises(ValueError, match=r"--where atention=usp: must be KEY=VALUE with one of these keys:.*attention"):
         where(found, ["atention=usp"])
+    with pytest.raises(ValueError, match="--where graphs=true: graphs is now replay; give replay=graphs"):
+        where(found, ["graphs=true"])
     with pytest.raises(ValueError, match="none of the 4 runs is so"):
         where(found, ["attention=usp", "seq_len=7"])
 
 
 @pytest.mark.parametrize(
-    ("key", "values", "named", "ratio"),
+    ("way", "ratio"),
     [
-        ("graphs", (False, True), "zigzag graphs=true", "1.50 (rfa_zigzag / zigzag)"),
-        # of earlier versions
-        ("replay", ("none", "launches"), "zigzag replay=launches", "3.00 (rfa_zigzag / zigzag replay=launches)"),
+        ("graphs", "1.50 (rfa_zigzag / zigzag)"),
+        ("launches", "3.00 (rfa_zigzag / zigzag replay=launches)"),  # of earlier versions
     ],
 )
-def test_replayed_runs_are_told_apart_from_launched_ones(runs, key, values, named, ratio):
+def test_replayed_runs_are_told_apart_from_launched_ones(runs, way, ratio):
     made = [result(name, ms, started_at=ms) for name, ms in (("zigzag", 4), ("zigzag", 2), ("rfa_zigzag", 6))]
-    for value, replay in zip(made, (*values, values[0]), strict=True):
-        value["config"][key] = replay
+    for value, replay in zip(made, ("none", way, "none"), strict=True):
+        value["config"]["replay"] = replay
     found = runs(*made)
-    assert {*labels(found).values()} == {"zigzag", named, "rfa_zigzag"} and len({*map(asked, found)}) == 3
+    assert {*labels(found).values()} == {"zigzag", f"zigzag replay={way}", "rfa_zigzag"} and len(
+        {*map(asked, found)}
+    ) == 3
     assert comparison_table(found).rows[0][-1] == ratio
-    assert [run.result.config[key] for run in where(found, [f"{key}={values[1]}".lower()])] == [values[1]]
+    assert [run.replay for run in where(found, [f"replay={way}"])] == [way]
 
 
 def test_labels_name_the_way_only_and_what_auto_took_stands_in_the_row(runs):
     values = [result("auto", 2, seq_len=8192, options={"head_parts": 2}), result("auto", 2, seq_len=16384)]
     for value, took in zip(values, ("ulysses", "zigzag"), strict=True):
         value["chosen"] |= {"variant": took, "graphs": took == "ulysses"}
-        value["config"]["graphs"] = "auto"
+        value["config"]["replay"] = "auto"
     found = runs(*values)
-    assert {*labels(found).values()} == {"auto"} and "graphs=auto" in in_common(found)
-    assert cells(runs_table(found), "attention") == ["auto: ulysses head_parts=2 graphs=true", "auto: zigzag"]
+    assert {*labels(found).values()} == {"auto"} and "replay=auto" in in_common(found)
+    assert cells(runs_table(found), "attention") == ["auto: ulysses head_parts=2 replay=graphs", "auto: zigzag"]
 
 
 def test_what_stands_in_a_result_can_not_leave_its_place_in_a_report(tmp_path):
