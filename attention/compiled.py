@@ -20,6 +20,7 @@ from torch import Tensor
 from attention.call import whole_lengths
 from attention.gpu import private
 from attention.masks.mask import Mask
+from attention.tensors import dense_like
 
 if TYPE_CHECKING:
     from attention.api import ContextParallel
@@ -151,9 +152,7 @@ def _shapes_backward(
     sinks: Tensor | None,
     *_: Any,
 ) -> tuple[Tensor, ...]:
-    return *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), (
-        dout.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    )
+    return *(dense_like(x) for x in (q, k, v)), (dout.new_empty(0) if sinks is None else torch.empty_like(sinks))
 
 
 def _register(name: str, arguments: str, results: str, run: Any, shapes: Any) -> None:

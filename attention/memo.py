@@ -31,7 +31,7 @@ class Memo(Generic[P, R]):
         self.results: OrderedDict[Any, tuple[R, int]] = OrderedDict()
         self.subjects: Counter[tuple[Any, ...]] = Counter()  # the entries of each
         self.latest: tuple[tuple[Any, ...], R] | None = None  # by identity: a problem's hash takes longer
-        self.held = self.misses = 0
+        self.held = 0
         self.lock = Lock()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -48,7 +48,6 @@ class Memo(Generic[P, R]):
         result = self.function(*args, **kwargs)
         weight = self.weight(result, *args)
         with self.lock:
-            self.misses += 1
             self.latest = args, result
             if args not in self.results:
                 self.results[args] = result, weight
@@ -71,7 +70,7 @@ class Memo(Generic[P, R]):
             self.results.clear()
             self.subjects.clear()
             self.latest = None
-            self.held = self.misses = 0
+            self.held = 0
 
 
 def _subject(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -39,7 +39,6 @@ from runner.record.result import Result
 ROUNDS = 3
 LEAST_SAMPLES = 3  # per turn, under order=auto
 LEAST_CPU_FLOP = 1e11  # in all samples of a run on a CPU, under order=auto; two cores do some 50 GFLOP/s
-METHODS = ("warmup", "adaptive", "cudagraph", "profiler")  # with one sample per call; `simple` has one mean
 OF_WARMUP = ("warmup_iterations", "warmup_settled", "back_to_back_ms")
 COMPARED = ("attention", "kernel", "transport", "replay")
 SEQUENTIAL, INTERLEAVED = "sequential", "interleaved"
@@ -70,7 +69,7 @@ def _key(override: str) -> str:
 def number(order: str, spec: Experiment, compared: int) -> int:
     """The number of rounds of a run in a group of `compared` runs."""
     samples = spec.timing.timing_runs
-    if order == SEQUENTIAL or compared < 2 or spec.timing.method not in METHODS:
+    if order == SEQUENTIAL or compared < 2 or spec.timing.method == "simple":
         return 1
     if order.startswith(INTERLEAVED):
         return min(ROUNDS, samples)

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, closing, nullcontext
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from attention.batched_copy import copy_all, moves
@@ -31,7 +30,7 @@ from attention.profiling import phase
 from attention.reduction.grad_sum import sum_all
 from attention.reduction.parts import Accumulator, Sum, SumAtOnce
 from attention.reduction.sinks import SAVED, sinks_gradients, with_sinks
-from attention.tensors import cut, empty_lse, empty_tokens, result_like, take, tokens
+from attention.tensors import cut, dense_like, empty_lse, empty_tokens, result_like, take, tokens
 from attention.transports import Messages
 
 Saved = tuple[Tensor, ...]
@@ -89,7 +88,7 @@ def relayout(x: Tensor, plan: Plan, to_compute: bool) -> Tensor:
         return moving, messages(plan, moving.route, n=1)
 
     moving, pulls = plan.once(("q", to_compute), planned)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = dense_like(x)
     with closing(plan.transport.publish("q", [x])) as published:
         transfer = published.pull(pulls, [out], 0)
     copy_all(moves(out, x, moving.local))

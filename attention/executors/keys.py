@@ -104,7 +104,7 @@ class GradReturn:
 
     def __init__(self, plan: Plan, work: Work, i: int, like: KeyPair, early: bool):
         self.plan, self.i, self.like, self.early = plan, i, like, early
-        self.messages, self.pieces = work.returns[i], work.moves[i].route.reversed().receives
+        self.messages, self.pieces = work.returns[i], work.moves[i].route.reversed.receives
         self.most, n = plan.steps[i].most, plan.steps[i].n_keys
         self.buffers = self._buffers() if early else list[KeyPair]()
         # in memory that the transport can read without a copy

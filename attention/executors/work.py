@@ -63,7 +63,7 @@ class Work:
             self.moves[-1] = gather_move(problem, plan.rank)
         self.sent = _union(x for moving in self.moves for piece in moving.route.sends for x in piece.source)
         self.pulls = [[messages(plan, x.route, 2 * g) for x in self.moves] for g in groups]
-        self.returns = [messages(plan, x.route.reversed(), apart=True) for x in self.moves]
+        self.returns = [messages(plan, x.route.reversed, apart=True) for x in self.moves]
         if all_gathers:  # by rank, of its keys in its shard and among the gathered
             self.places = [tuple(zip(*places, strict=True)) for places in gathered(problem, plan.rank)]
 
@@ -89,7 +89,7 @@ class Work:
         pieces = [(x,) for x in own] if len(own) <= FEW else [own]
         self.own = [tuple(there for _, there in piece) for piece in pieces]
         returned = [tuple(here for here, _ in piece) for piece in pieces]
-        returned += [x.target for moving in self.moves for x in moving.route.reversed().receives]
+        returned += [x.target for moving in self.moves for x in moving.route.reversed.receives]
         local_keys = [call.k for i in local for call in steps[i].calls]
         self.queries, self.keys = list[MergePlan](), list[Any]()
         for late, order in zip(self.late, orders, strict=True):

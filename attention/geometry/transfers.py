@@ -33,12 +33,9 @@ class Route:
     sends: tuple[Piece, ...]
     receives: tuple[Piece, ...]
 
+    @cached_property
     def reversed(self) -> Route:
         """The way back: received tokens return to their senders."""
-        return self._back
-
-    @cached_property
-    def _back(self) -> Route:
         return Route(*(tuple(Piece(x.remote, x.target, x.source) for x in way) for way in (self.receives, self.sends)))
 
 
@@ -77,7 +74,7 @@ class Move:
     local: tuple[tuple[Interval, Interval], ...]
 
     def reversed(self) -> Move:
-        return Move(self.route.reversed(), tuple((target, source) for source, target in self.local))
+        return Move(self.route.reversed, tuple((target, source) for source, target in self.local))
 
 
 def move(sources: Places, targets: Places, world: int, rank: int) -> Move:

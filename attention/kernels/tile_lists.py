@@ -15,7 +15,7 @@ from torch import Tensor
 
 from attention.gpu.uploads import uploaded
 from attention.masks.pattern import Pattern
-from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, Rectangles, pairs
+from attention.masks.rectangles import HI, K0, K1, LO, Q0, Q1, Rectangles, pairs, spread
 
 TILE = 128
 FAR = 1 << 30  # a bound beyond all keys, in int32
@@ -166,6 +166,5 @@ def row_intervals(rows: Rectangles, n_q: int, device: torch.device) -> Tensor:
 
 def _ranges(start: Ints, stop: Ints) -> tuple[Ints, Ints]:
     """(i, x) for each x of [start[i], stop[i])."""
-    counts = np.maximum(stop - start, 0)
-    owner = np.repeat(np.arange(len(counts)), counts)
-    return owner, _position(owner, counts) + start[owner]
+    owner, number = spread(np.maximum(stop - start, 0))
+    return owner, number + start[owner]

@@ -191,7 +191,7 @@ class Timing:
     precision: float
     time_cap_s: float
     profile_runs: int
-    phase_runs: int | None = None  # results of earlier versions have none
+    phase_runs: int | None = None  # those of 0.2 s, at most 15
 
 
 @dataclass(frozen=True)
@@ -302,20 +302,18 @@ class Experiment:
 
     @staticmethod
     def from_plain(plain: dict[str, Any]) -> Experiment:
-        """Of what `plain` returned, also in a result of an earlier version, which lacks some, has the text none for no model and
-        `timing.do_bench`."""
+        """Of what `plain` returned."""
         call: dict[str, Any] = {key: tuple(x) if isinstance(x, list) else x for key, x in plain["workload"].items()}
         if call.get("named_mask"):
             call["named_mask"] = NamedMask(**call["named_mask"])
         values = {key: x for key, x in plain.items() if key not in ("graphs", "model")} | {"workload": call}
         if isinstance(plain.get("model"), dict):
             values["model"] = Model(**plain["model"])
-        values["timing"] = {key: x for key, x in values["timing"].items() if key != "do_bench"}
         kinds = {"workload": AttentionCall, "dtype": Dtype, "timing": Timing, "check": Check, "launch": Launch}
         return Experiment(**values | {key: kind(**values[key]) for key, kind in kinds.items()})
 
 
-NONE = "none"  # no mask by name: `causal` and `window` say what a query sees
+NONE = "none"  # no mask by name: `causal` and `window` say what a query sees; no model: attention alone
 
 
 @dataclass(frozen=True)
@@ -376,7 +374,6 @@ def split(tokens: int) -> list[int]:
     return [*first, tokens - sum(first)]
 
 
-NONE = "none"  # attention alone
 HF = "hf"  # any causal LM of transformers
 
 

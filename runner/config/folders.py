@@ -47,11 +47,12 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder / PLAN, os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = "another sweep is writing there; wait for its end, or give another folder"
+            raise InvalidConfig(f"{SWEEP}{shown(str(folder))}: {reason}") from None
         yield
-    except BlockingIOError:
-        reason = "another sweep is writing there; wait for its end, or give another folder"
-        raise InvalidConfig(f"{SWEEP}{shown(str(folder))}: {reason}") from None
     finally:
         os.close(lock)
 

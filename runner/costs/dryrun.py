@@ -151,9 +151,8 @@ def _once(steps: Sequence[PlannedStep], rank: int) -> tuple[tuple[PlannedStep, .
 
     def form(step: PlannedStep) -> object:
         calls = [(x.q, x.k, x.call.mask, x.call.pattern, x.call.q_lengths, x.call.k_lengths) for x in step.calls]
-        pieces = [
-            [(length(x.target), len(x.source), len(x.target)) for x in side] for side in vars(step.route).values()
-        ]
+        sides = step.route.sends, step.route.receives
+        pieces = [[(length(x.target), len(x.source), len(x.target)) for x in side] for side in sides]
         return step.owner == rank, calls, step.n_keys, step.most, pieces
 
     for _, equal in groupby(steps, key=form):

@@ -29,11 +29,13 @@ class Agent:
     def __init__(self, part: Part):
         self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self.files = WorldFiles(self.folder, range(part.spec.world_size))
-        try:
+        with contextlib.ExitStack() as undone:  # where anything fails, or at Ctrl-C
+            undone.callback(shutil.rmtree, self.folder)
             write(self.folder / "part.json", json.dumps(asdict(part)))  # not a command line, which every user can read
             os.mkfifo(self.folder / "jobs")
             # O_RDWR, so that no open, here or in rank 0, waits for the other process
             self._jobs = os.open(self.folder / "jobs", os.O_RDWR | os.O_NONBLOCK)
+            undone.callback(os.close, self._jobs)
             with (self.folder / f"agent-{part.process}.log").open("wb") as log:
                 self.process = subprocess.Popen(
                     [sys.executable, "-P", "-m", "runner.launch.node", str(self.folder)],
@@ -43,9 +45,7 @@ class Agent:
                     env=_environment(part.spec),
                     start_new_session=True,  # so that Ctrl-C reaches only this process
                 )
-        except BaseException:  # Ctrl-C, too
-            shutil.rmtree(self.folder)
-            raise
+            undone.pop_all()
 
     def tell(self, line: str) -> None:
         """Send a line to rank 0: that `job` holds its next job, or `stop`."""

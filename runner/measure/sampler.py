@@ -98,10 +98,11 @@ def sampling(device: Any, kind: str = "clocks") -> Iterator[dict[str, Any]]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield sampled
-        answer, _ = process.communicate(timeout=ANSWER_S)
-        sampled |= json.loads(answer)
-    except (ValueError, subprocess.TimeoutExpired):
-        sampled["unavailable"] = "the sampler gave no answer"
+        try:
+            answer, _ = process.communicate(timeout=ANSWER_S)
+            sampled |= json.loads(answer)
+        except (ValueError, subprocess.TimeoutExpired):
+            sampled["unavailable"] = "the sampler gave no answer"
     finally:
         process.kill()
         process.wait()

@@ -70,14 +70,14 @@ def summarize(samples: Sequence[float]) -> PassTimes:
     )
 
 
-def trend(samples: Sequence[float], least: float = TREND, chance: float = TREND_CHANCE) -> bool | None:
+def trend(samples: Sequence[float], chance: float = TREND_CHANCE) -> bool | None:
     """Whether samples rise or fall in the order in which they were taken: significant in the Mann-Kendall test (normal
-    approximation) at level `chance`, and with medians of the two halves that differ by more than `least` of the median.
+    approximation) at level `chance`, and with medians of the two halves that differ by more than `TREND` of the median.
     None for fewer than `TREND_SAMPLES`."""
     n = len(samples)
     if n < TREND_SAMPLES:
         return None
-    if abs(median(samples[-(n // 2) :]) - median(samples[: n // 2])) <= least * median(samples):
+    if abs(median(samples[-(n // 2) :]) - median(samples[: n // 2])) <= TREND * median(samples):
         return False
     score, earlier = 0, list[float]()
     for x in samples:

@@ -20,7 +20,6 @@ from runner.config.rules.attention import settings
 from runner.config.values import InvalidConfig, one_of, plain, shown, whole
 from runner.models import SPARSE, Config
 
-SIZES = ("layers", "hidden", "mlp", "vocabulary")
 OPTIONS = tuple(each.name for each in fields(Model) if each.name not in ("own_masks", "huggingface"))
 OF_HF = ("config", "type")
 OF_LAYERS = ("scale", "softcap", "sinks", "v_head_dim")  # that model=hf has of its own

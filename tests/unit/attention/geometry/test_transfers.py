@@ -61,7 +61,7 @@ def test_each_ring_step_brings_exactly_the_keys_that_it_needs_and_takes_their_gr
             routes = [step_routes(problem, place)[i] for place in range(problem.world)]
             assert_agreed(routes)
             for rank, route in enumerate(routes):
-                step, back = steps(problem, rank)[i], route.reversed()
+                step, back = steps(problem, rank)[i], route.reversed
                 wanted = needed(problem, rank, key_positions(problem, rank, step))
                 wanted = shards[step.owner] if wanted and problem.moves_shards else wanted
                 sent = [taken(shards[step.owner], x.source) for x in routes[step.owner].sends if x.remote == rank]
@@ -69,7 +69,7 @@ def test_each_ring_step_brings_exactly_the_keys_that_it_needs_and_takes_their_gr
                 assert sum(length(x.target) for x in route.receives) == sum(map(len, sent))
                 for there, again in zip(route.receives, back.sends, strict=True):
                     assert again == Piece(there.remote, there.target, there.source)
-                assert back.reversed() == route
+                assert back.reversed == route
 
 
 def carried_out(sources: tuple[Shard, ...], moves: list[Move], sizes: list[int]) -> list[list[int]]:

@@ -26,6 +26,8 @@ def test_a_cpu_has_nothing_to_sample_and_a_gpu_that_nvml_does_not_know_a_reason(
     with sampling(torch.device("cpu"), kind) as nothing, sampling(torch.device("cuda"), kind) as sampled:
         pass
     assert nothing == {} and sampled["unavailable"].startswith("NVML: ")
+    with pytest.raises(ValueError, match="of the body"), sampling(torch.device("cuda"), kind):
+        raise ValueError("of the body")
 
 
 @pytest.mark.gpu
