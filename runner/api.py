@@ -25,7 +25,7 @@ from runner import app
 from runner.command import perform
 from runner.config import folders
 from runner.config.values import InvalidConfig
-from runner.output import columns, reader, terminal
+from runner.output import columns, reader, summary, terminal
 from runner.output.reader import UnreadableFile
 from runner.record.result import Result
 
@@ -69,7 +69,7 @@ def load(*where: str | Path) -> pd.DataFrame:
         found += read
         for problem in problems:
             warnings.warn(str(problem), stacklevel=2)
-    rows = [columns.row(result) | {"folder": str(result.folder)} for result in found]
+    rows = [row | {"folder": str(result.folder)} for row, result in zip(summary.rows(found), found, strict=True)]
     return pd.DataFrame(rows, columns=[*columns.KEYS, "folder"])
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from runner import app, environment, plan
 from runner.config import folders, overrides, resolve
 from runner.config.experiment import Experiment
-from runner.config.values import InvalidConfig, UnsupportedHere
+from runner.config.values import InvalidConfig, UnsupportedHere, shown
 from runner.launch.worlds import Pool
 from runner.measure import duration
 from runner.measure.memory_model import is_known, needed_bytes
@@ -180,6 +180,8 @@ def _main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="+", metavar="KEY=VALUE")
     arguments = parser.parse_args(arguments).overrides
     jobs = overrides.jobs(arguments)
+    if given := [text for text in arguments if text.lstrip("+").startswith("seq_len=")]:
+        raise InvalidConfig(f"{shown(given[0])}: is what is looked for; leave it out")
     output = overrides.composed(jobs[0]).output
     started = time.monotonic()
     with results.writing(Path(output)), Pool() as pool:

@@ -100,7 +100,7 @@ def _runs(sweep: Path) -> list[Result]:
 def _results_table(runs: Sequence[Result]) -> pa.Table:
     """The columns of the summary that are not empty, and `result`."""
     plain = (json.dumps(reader.stored(run), ensure_ascii=False, separators=(",", ":")) for run in runs)
-    rows = [summary.row(run) | {"result": text} for run, text in zip(runs, plain, strict=True)]
+    rows = [row | {"result": text} for row, text in zip(summary.rows([*runs]), plain, strict=True)]
     filled = [key for key in rows[0] if any(row[key] is not None for row in rows)]
     return pa.Table.from_pylist([{key: row[key] for key in filled} for row in rows])
 

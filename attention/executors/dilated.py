@@ -71,13 +71,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = 
 
 def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
     """(dq, dk, dv) of this rank's shards, and with sinks theirs. A component's backward has the final out and lse of all, or with
-    detached weights its own and its share of dout. A result divided by n has gradients divided by n: those of probabilities
-    exp(score - (lse + log n))."""
+    detached weights its own and its share of dout. In bf16 gradients are divided by n pairs through the LSE, as those of
+    exp(score - (lse + log n)): up to an LSE of 1e5 this sum is rounded less than they are. Other dtypes divide the gradients."""
     detached, qkv = plan.options.weights == "detached", saved[:3]
     totals = _Totals(plan, *qkv)
-    lse_of_all = saved[3 if detached else 4]
-    if totals.divisor > 1:
-        lse_of_all = lse_of_all + log(totals.divisor)
+    lse_of_all, n = saved[3 if detached else 4], totals.divisor
+    if n > 1 and dout.dtype == torch.bfloat16:
+        lse_of_all, n = lse_of_all + log(n), 1
     for i, (c, part) in enumerate(_parts(plan, dout.device)):
         into = totals.targets(c)
         qkv_part: Triple = _folded(qkv, c, plan)
@@ -101,7 +101,7 @@ def backward(dout: Tensor, saved: Saved, plan: Plan) -> Grads:
                 totals.add(c, grads)
     with phase("comp_merge", len(plan.parts)):
         of_sinks = [x / totals.divisor for x in sinks_gradients(dout, saved)] if plan.sinks else []
-        return *(totals.finished(side, x, x, 1) for side, x in enumerate(totals.results())), *of_sinks
+        return *(totals.finished(side, x, x, n) for side, x in enumerate(totals.results())), *of_sinks
 
 
 def _parts(plan: Plan, device: torch.device) -> Iterator[tuple[Component, Plan]]:

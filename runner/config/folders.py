@@ -74,9 +74,24 @@ def seed(folder: Path | None) -> int:
 
 def record(folder: Path, arguments: Sequence[str]) -> None:
     """Write the seed, so that all runs of a sweep have the same inputs, also if it is resumed or done by several programs, and the
-    sweep's overrides, without secrets."""
+    sweep's overrides, without secrets. A resumed sweep keeps its own: what is given beside them is for this time."""
     (folder / SEED).write_text(f"{seed(folder)}\n")
+    with suppress(Exception):  # the file may hold anything
+        earlier = _recorded(folder)
+        if earlier and "resume=true" in arguments and redacted(_own(arguments))[: len(earlier)] == earlier:
+            return
     (folder / PLAN).write_text(yaml.safe_dump({"hydra": {"overrides": {"hydra": [], "task": redacted([*arguments])}}}))
+
+
+def _recorded(folder: Path) -> list[str]:
+    """The overrides of the sweep in this folder."""
+    found = yaml.safe_load(read_text(folder / PLAN))["hydra"]["overrides"]
+    return _own([*found["hydra"], *found["task"]])
+
+
+def _own(arguments: Sequence[str]) -> list[str]:
+    """The overrides that say what a sweep does, not where and whether anew."""
+    return [text for text in arguments if not text.startswith(("resume=", SWEEP, "hydra.mode="))]
 
 
 def sweep_folder(arguments: Sequence[str]) -> Path | None:
@@ -98,12 +113,7 @@ def resumed(arguments: Sequence[str]) -> list[str]:
             )
         return list(arguments)
     try:
-        earlier = yaml.safe_load(read_text(Path(given[-1], PLAN)))["hydra"]["overrides"]
-        both = [
-            text
-            for text in (*earlier["hydra"], *earlier["task"], *arguments)
-            if not text.startswith(("resume=", SWEEP, "hydra.mode="))
-        ]
+        both = [*_recorded(Path(given[-1])), *_own(arguments)]
     except Exception:  # the file may hold anything
         reason = f"no {PLAN} of a sweep there; give the folder of a sweep, or resume=true with the sweep's overrides"
         raise InvalidConfig(f"resume={shown(given[-1])}: {reason}") from None

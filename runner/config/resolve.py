@@ -14,6 +14,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from attention.errors import nearest
 from attention.variants.registry import AUTO
 from runner import environment
 from runner.config import schema
@@ -144,7 +145,11 @@ def _check_names(cfg: DictConfig) -> None:
     one_of("hardware", cfg.hardware.name, schema.HARDWARE)
     one_of("timing.method", cfg.timing.method, schema.TIMING_METHODS)
     one_of("baseline", cfg.baseline, schema.BASELINES)
-    one_of("order", cfg.order.partition(":")[0], schema.ORDERS)
+    order, colon, key = cfg.order.partition(":")
+    one_of("order", order, schema.ORDERS)
+    if colon and (order != "interleaved" or key.partition(".")[0] not in cfg):
+        hint = nearest(key, map(str, cfg)) if order == "interleaved" else "only interleaved takes a key"
+        raise InvalidConfig(f"order={shown(cfg.order)}: {hint}")
     one_of("mode", cfg.mode or schema.MODES[0], (*schema.MODES, *schema.MODEL_MODES))
 
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from omegaconf.errors import OmegaConfBaseException
 
 from attention.errors import UnsupportedCall
+from runner.config.schema import RunConf
 from runner.config.values import CannotWrite, Refusal, message, shown
 
 
@@ -20,7 +21,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """In one line, with what there is."""
         usage, flag = " ".join(self.format_usage().split()), re.search(r"unrecognized arguments: --([\w.]+)", message)
-        way_out = f"write {flag[1]}=VALUE" if flag and "KEY=VALUE" in usage else usage
+        is_key = flag is not None and flag[1].partition(".")[0] in RunConf.__dataclass_fields__
+        way_out = f"write {flag[1]}=VALUE" if flag and is_key and "KEY=VALUE" in usage else usage
         self.exit(2, f"error: {shown(message)}; {way_out}\n")
 
 

@@ -116,7 +116,8 @@ def verdict(result: Result) -> Iterator[str]:
     if not metrics:
         return
     which, times = list(result.passes.items())[-1]
-    parts = [f"{which} {digits(times.median, times.noisy)} ms ± {times.iqr_over_median / 2:.1%}"]
+    spread = f" ± {times.iqr_over_median / 2:.1%}" if times.n > 1 else ""
+    parts = [f"{which} {digits(times.median, times.noisy)} ms{spread}"]
     if result.gain and result.baseline:
         against = "dense attention" if result.baseline.kind == "dense" else "one rank"
         parts.append(f"{_marked(result.gain[0], result, which)}× {against}")

@@ -21,11 +21,16 @@ def sweep_rows(folder: Path) -> list[dict[str, Any]]:
     found, problems = read_results(folder, below=False)
     report_problems(problems)
     found.sort(key=lambda result: result.environment.started_at)
-    rows = [row(result) for result in found]
-    for entry, text in zip(rows, _settings(found, rows), strict=True):
+    return rows(found)
+
+
+def rows(found: list[Result]) -> list[dict[str, Any]]:
+    """The rows of these runs, with what only several show: the settings in which they differ, and a grouping's gain."""
+    made = [row(result) for result in found]
+    for entry, text in zip(made, _settings(found, made), strict=True):
         entry["settings"] = text
-    add_gain_over_separate(found, rows)
-    return rows
+    add_gain_over_separate(found, made)
+    return made
 
 
 def add_gain_over_separate(found: list[Result], rows: list[dict[str, Any]]) -> None:

@@ -249,8 +249,13 @@ class PassTimes(Part):
 
     @property
     def spread(self) -> str:
-        """IQR / median, with `!` where it is noisy and `~` where there is a trend."""
-        return f"{self.iqr_over_median:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}"
+        """IQR / median, with `!` where it is noisy and `~` where there is a trend; empty for one sample."""
+        return f"{self.iqr:.1%}{'!' if self.noisy else ''}{'~' if self.trend else ''}" if self.iqr is not None else ""
+
+    @property
+    def iqr(self) -> float | None:
+        """IQR / median; None for one sample."""
+        return self.iqr_over_median if self.n > 1 else None
 
 
 def digits(value: float, noisy: bool = False) -> str:

@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(options: argparse.Namespace, arguments: list[str]) -> int:
     if options.refresh:
-        return refresh(options.refresh)
+        if len(arguments) > 1 + len(options.refresh):
+            raise Refusal("--refresh FILE: makes each section by the command in it; leave everything else out")
+        return max(map(refresh, options.refresh))
     if not options.folders:
         raise Refusal(f"no FOLDER given; for instance {PROGRAM} outputs/multirun/*")
     if bool(options.into) != bool(options.section):
@@ -57,7 +59,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = commands.parser("runner.report", __doc__)
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="of a run, a sweep, or many")
-    add("--where", nargs="+", default=[], metavar="KEY=VALUE", help="only runs of these values (a,b: a or b)")
+    add(
+        "--where",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="only runs of these values (a,b: a or b)",
+    )
     add("--pass", dest="which", choices=COMPARED, default="total", help="the times that are compared")
     add("--together", action="store_true", help="one part for all runs, instead of one for each sweep")
     add("--page", action="store_true", help="report.html alone, without report.md and the PNGs")
@@ -71,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         help="of the section; headline: auto against each external package; models: memory, parameters, loss",
     )
     add("--chart", choices=(*charts.KINDS, "none"), default="time", help="of the section")
-    add("--refresh", type=Path, metavar="FILE", help="make every section of FILE again")
+    add("--refresh", type=Path, nargs="+", metavar="FILE", help="make every section of the files again")
     return parser
 
 

@@ -55,7 +55,7 @@ def fastest(compared: Sequence[Case], named: dict[Run, str], which: str) -> list
             ratios = _range([(case[1].ms(which) or 0.0) / (case[0].ms(which) or 1.0) for case in where], ".2f")
             ahead.append(f"{who} is the fastest {at}: the next takes {ratios} times as long.")
         else:
-            level.append(f"{who} cannot be told apart {at}: the spreads of their medians overlap.")
+            level.append(f"{who} cannot be told apart {at}: the spreads of their medians overlap, or are not known.")
     more = "variants are the fastest of some comparison", "groups are even in some comparison"
     return _cut(ahead, more[0]) + _cut(level, more[1])
 

@@ -8,17 +8,19 @@ from collections.abc import Iterable, Sequence
 from runner.report.runs import BACK_TO_BACK, Run
 
 MIXED = "‡"
-EVEN = "`even`: the 95% intervals of the two medians overlap (p10 to p90 with fewer than 6 samples)."
+EVEN = "`even`: the 95% intervals of the two medians overlap (p10 to p90 with fewer than 6 samples), or there is one sample."
 
 
 def spread(run: Run, which: str) -> tuple[float, float] | None:
     """The 95% interval of a pass's median or, with too few samples, p10 to p90, in ms; a time back to back is a mean of many
-    iterations, both ends of its own. None for a pass without samples."""
+    iterations, both ends of its own. None for a pass without samples, or with one."""
     if which == BACK_TO_BACK:
         return (run.back_to_back, run.back_to_back) if run.back_to_back else None
     times = run.times(which)
-    if times is None or times.ci95 is not None:
-        return times.ci95 if times else None
+    if times is None or times.n == 1:
+        return None
+    if times.ci95 is not None:
+        return times.ci95
     return (times.p10, times.p90) if times.p10 is not None and times.p90 is not None else None
 
 

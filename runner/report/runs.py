@@ -242,12 +242,13 @@ def where(runs: Sequence[Run], conditions: Iterable[str]) -> list[Run]:
     kept = list(runs)
     for condition in conditions:
         key, sign, wanted = condition.partition("=")
-        if not sign or all(_value(run, key) is None for run in runs):
-            if key in LEFT_OUT:
-                raise Refusal(f"--where {condition}: {key} {LEFT_OUT[key]}")
-            known = sorted({*_NAMED, *(k for run in runs for k in run.options), *columns.KEYS})
+        known = sorted({*_NAMED, *(k for run in runs for k in run.options), *columns.KEYS})
+        if key in LEFT_OUT:
+            raise Refusal(f"--where {condition}: {key} {LEFT_OUT[key]}")
+        if not sign or key not in known:
             raise Refusal(f"--where {condition}: must be KEY=VALUE with one of these keys: {', '.join(known)}")
-        kept = [run for run in kept if str(_value(run, key)).lower() in wanted.lower().split(",")]
+        texts = {wanted.lower(), *wanted.lower().split(",")}  # a value may have a comma
+        kept = [run for run in kept if str(_value(run, key)).lower() in texts]
     if not kept:
         raise Refusal(f"--where {' '.join(conditions)}: none of the {len(runs)} runs is so")
     return kept

@@ -11,9 +11,12 @@ from tests.support.composing import configured
 QUICK = "phases=false baseline=none mode=forward check.enabled=false"
 
 
-def test_a_sweep_has_the_seed_that_its_folder_records_else_that_of_the_process(tmp_path):
+def test_a_sweep_has_the_seed_and_the_overrides_that_its_folder_records(tmp_path):
     (tmp_path / "seed").write_text("1234")
-    folders.record(tmp_path, [])
+    folders.record(tmp_path, ["seed=1,2"])
+    given = folders.resumed([f"resume={tmp_path}", "seed=2"])
+    folders.record(tmp_path, given)  # seed=2 is for this time
+    assert given[:2] == ["seed=1,2", "seed=2"] and folders.resumed([f"resume={tmp_path}"])[1] == "resume=true"
     assert folders.seed(tmp_path) == 1234
     for damaged in ("", "[x", "-1", "hydra: {overrides: {hydra: [], task: [[x]]}}", "9" * 30):
         for name in ("seed", folders.PLAN):

@@ -32,6 +32,17 @@ def case(name, world, way=WAYS[1], segments=SEGMENTS, rates=RATES, options=None,
     return Case(name, world, seed=1, options=options, **sizes | more)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_head_groups_are_divided_under_large_scores_too(dtype):
+    k = torch.eye(16, dtype=dtype).view(1, 16, 1, 16).expand(-1, -1, 4, -1)
+    v = torch.randn_like(k).requires_grad_()
+    out = attention.make("dilated_improved", segments=[4, 8, 16, 16], rates=[1] * 4)(
+        1e4 * k, k, v, causal=True, scale=1.0
+    )
+    (dv,) = torch.autograd.grad(out, v, k)
+    torch.testing.assert_close(dv, k / 4, rtol=1e-6, atol=0)  # a query sees its own key alone
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_dilated_is_its_definition_forward_and_backward(pool, way):
     extras = {"softcap": 2.0, "value_dim": 4, "heads": 8}

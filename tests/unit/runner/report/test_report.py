@@ -145,6 +145,7 @@ def test_runs_are_chosen_by_what_was_asked_and_by_options(runs):
     found = runs(*(result("usp", 2, options={"ulysses_size": n}) for n in (1, 2, 4)), result("ring", 3))
     assert len(where(found, ["ulysses_size=1,4"])) == 2
     assert len(where(found, ["attention=usp", "heads=32:8"])) == 3
+    assert len(where(runs(result("usp", 1, options={"note": "a,b"})), ["note=a,b", "replay=none"])) == 1
     with pytest.raises(ValueError, match=r"--where atention=usp: must be KEY=VALUE with one of these keys:.*attention"):
         where(found, ["atention=usp"])
     with pytest.raises(ValueError, match="--where graphs=true: graphs is now replay; give replay=graphs"):
