@@ -37,7 +37,6 @@ INVALID = {
     "window=[1,2,3]": r"window=\[1,2,3\]: must be \[left,right\]",
     "window=[1,[2]]": r"window=\[1,\[2\]\]: each side must be -1",
     "attention=ring window=[4,-3]": "each side must be -1",
-    "mode=foward": "mode=foward: did you mean forward",
     "mode=training": "give model=NAME, or mode=forward or mode=forward_backward",
     "phases=some": "phases=some: must be true, false or table",
     "order=interleaved timing=simple": "one mean has no rounds",
