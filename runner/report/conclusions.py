@@ -9,7 +9,7 @@ from statistics import median
 
 from runner.record.fields import NOISY as NOISY_IQR
 from runner.report.comparison import by_workload, comparable
-from runner.report.fair import by_time, origins, tied
+from runner.report.fair import by_time, origins, spread, tied
 from runner.report.labels import labels
 from runner.report.runs import FACTS, WORKLOAD, Run, latest
 from runner.report.table import counted, fact
@@ -55,7 +55,9 @@ def fastest(compared: Sequence[Case], named: dict[Run, str], which: str) -> list
             ratios = _range([(case[1].ms(which) or 0.0) / (case[0].ms(which) or 1.0) for case in where], ".2f")
             ahead.append(f"{who} is the fastest {at}: the next takes {ratios} times as long.")
         else:
-            level.append(f"{who} cannot be told apart {at}: the spreads of their medians overlap, or are not known.")
+            known = all(spread(run, which) for case in where for run in case)
+            why = "the spreads of their medians overlap" if known else "not all have a spread"
+            level.append(f"{who} cannot be told apart {at}: {why}.")
     more = "variants are the fastest of some comparison", "groups are even in some comparison"
     return _cut(ahead, more[0]) + _cut(level, more[1])
 
