@@ -16,7 +16,6 @@ from torch import Tensor
 from attention.geometry.mailbox import PIECE, Mailbox, pieces
 from attention.gpu.triton_launcher import MOST, TritonLauncher
 from attention.ops.merge import finite, normalised
-from attention.tensors import dense_like
 
 AT_ONCE = 64  # splits that a program loads at once
 WARP = 32  # threads: each flag is read by one of them
@@ -110,7 +109,7 @@ def exchange(parts: Tensor, lses: Tensor, boxes: int, box: Mailbox, rank: int, l
     both fp32. boxes: the device address of a table with the address of each rank's memory for `box`.
     like: `[B, Sq, H, Dv]`, the shape and dtype of out."""
     batch, queries, heads, _ = like.shape
-    out = dense_like(like)
+    out = torch.empty_like(like, memory_format=torch.contiguous_format)
     lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=like.device)
     _start(like.shape, parts.stride(), parts.shape[0], lses.stride(), boxes, box, rank)(parts, lses, out, lse)
     return out, lse
