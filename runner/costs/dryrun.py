@@ -221,9 +221,11 @@ class _Log(TorchDispatchMode):
         return made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = _shaped(func, args, kwargs or {})
+        if func.is_view:
+            return result
         results = [x for x in _flat([result]) if isinstance(x, Tensor)]
-        if func.is_view or any(x.dtype in INDICES for x in results):
+        if any(x.dtype in INDICES for x in results):
             return result
         if "empty" not in func.__name__:
             read = [x for x in _flat(args) if isinstance(x, Tensor)]
@@ -245,6 +247,18 @@ class _Log(TorchDispatchMode):
     def _freed(self, key: int, size: int, _: object) -> None:
         self.live -= size
         del self.known[key]
+
+
+def _shaped(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation gives. A large world has millions of copies and joins, whose own code takes longer than all else."""
+    if func is torch.ops.aten.copy_.default:
+        return args[0]
+    if func is torch.ops.aten.cat.default:
+        (first, *_), dim = args[0], args[1] if len(args) > 1 else 0
+        shape = list(first.shape)
+        shape[dim] = sum(x.shape[dim] for x in args[0])
+        return first.new_empty(shape)
+    return func(*args, **kwargs)
 
 
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
