@@ -55,6 +55,8 @@ def handle_of(fn: ContextParallel) -> str:
 def _handle_of_mask(address: int) -> str:
     """The handle of a mask by its `id`: the compiler of PyTorch 2.11 gives a constant function no dataclass."""
     mask = ctypes.cast(address, ctypes.py_object).value
+    if not isinstance(mask, Mask):  # an object of the compiler
+        raise ValueError("mask: made within the compiled function; make it before")
     masks[handle := f"{mask!r} {next(numbers)}"] = mask
     return handle
 

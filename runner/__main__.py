@@ -92,12 +92,15 @@ def _program(options: argparse.Namespace) -> int:
 
     from runner import app, command, plan
     from runner.config import folders, overrides
-    from runner.config.values import redacted
+    from runner.config.values import Refusal, redacted
 
     if options.shell_completion:
         sys.argv[0] = "attention-runner"  # the installed command
         with initialize_config_module("runner.conf", version_base="1.3"):
-            GlobalHydra.instance().hydra.shell_completion("config", options.overrides)  # type: ignore[union-attr]
+            try:
+                GlobalHydra.instance().hydra.shell_completion("config", options.overrides)  # type: ignore[union-attr]
+            except ValueError as error:
+                raise Refusal(f"-sc: {error}; give install=bash, install=fish or install=zsh") from None
         return 0
     arguments = command.expand(folders.resumed(options.overrides))
     multirun = options.multirun or command.is_sweep(arguments)

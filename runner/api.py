@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from hydra.core.global_hydra import GlobalHydra
 
 from runner import app
-from runner.command import perform
+from runner.command import expand, perform
 from runner.config import folders
 from runner.config.values import InvalidConfig
 from runner.output import columns, reader, summary, terminal
@@ -89,7 +89,7 @@ def _results(given: Sequence[str], multirun: bool, quiet: bool) -> list[Result]:
     atexit.register(close)
     try:
         with _one_call, _undone(quiet):
-            return [_result(folder) for folder in perform(folders.resumed(given), multirun)]
+            return [_result(folder) for folder in perform(expand(folders.resumed(given)), multirun)]
     except InvalidConfig:
         raise
     except BaseException:

@@ -224,7 +224,7 @@ def further(earlier: Unfinished) -> Unfinished | None:
 
 
 def _note_sweep(folder: Path) -> None:
-    if folder not in tally.folders:
+    if folder.absolute() not in map(Path.absolute, tally.folders):
         tally.folders.append(folder)
     summary.summarize_sweep(folder)
 

@@ -180,7 +180,8 @@ def _main(arguments: list[str]) -> int:
     parser.add_argument("overrides", nargs="+", metavar="KEY=VALUE")
     arguments = parser.parse_args(arguments).overrides
     jobs = overrides.jobs(arguments)
-    if given := [text for text in arguments if text.lstrip("+").startswith("seq_len=")]:
+    fixed = "seq_len=", "seqlens=[", "kv_lengths=["
+    if given := [text for text in arguments if text.lstrip("+").startswith(fixed)]:
         raise InvalidConfig(f"{shown(given[0])}: is what is looked for; leave it out")
     output = overrides.composed(jobs[0]).output
     started = time.monotonic()

@@ -52,6 +52,7 @@ UNUSED = {
 }  # fmt: skip
 FOLLOW = {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # from cu_seq_lens_q
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # whose tokens attention alone mixes
+POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 OURS = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}  # names of transformers and of a call
 
 
@@ -72,9 +73,13 @@ def context_parallel(
     if not hasattr(model, "set_attn_implementation"):
         raise _refused(model, "not a model of transformers; call context_parallel before the model is wrapped")
     check_layers(model)
+    if isinstance(variant, ContextParallel) and (group is not None or options):
+        raise ValueError("a function of attention.make has its group and options: give it alone")
     fn = variant if isinstance(variant, ContextParallel) else make(variant, group, **options)
     language_model(model).set_attn_implementation(NAME)
-    if model.config.get_text_config()._attn_implementation != NAME:
+    sources = {import_module(type(module).__module__) for module in model.modules()}
+    uses = any(hasattr(source, "ALL_ATTENTION_FUNCTIONS") for source in sources)
+    if not uses or model.config.get_text_config()._attn_implementation != NAME:
         raise _refused(model, "the model does not use the attention interface of transformers; use one that does")
     if getattr(model.loss_function, "func", None) is not shifted_loss:  # of an earlier call
         model.loss_function = partial(shifted_loss, model.loss_function)
@@ -352,8 +357,18 @@ def check_layers(model: Any) -> None:
                 "an encoder-decoder must take position_ids and decoder_position_ids, and have cross attention apart from its "
                 "decoder's own, as T5Gemma does; use a decoder or an encoder",
             )
+    pooler = getattr(model, "pooler", None)
+    if type(model).__name__.endswith(POOLED) or pooler is not None:
+        way_out = "use the model without its head" if pooler is None else "load the model with add_pooling_layer=False"
+        raise _refused(model, f"a head that pools would see one rank's tokens; {way_out}")
     language = language_model(model)
+    for key in ("trigram_input", "token_dropout"):
+        if getattr(language.config, key, False):
+            raise ValueError(f"{key}=True: mixes tokens outside of attention; load the model with {key}=False")
     for name, module in language.named_modules():
+        positions = getattr(module, "position_embeddings", None)
+        if isinstance(positions, nn.Embedding) and positions.padding_idx is not None:
+            raise _refused(model, "its positions do not begin at 0; use another model")
         if isinstance(module, (nn.modules.conv._ConvNd, nn.RNNBase)):
             raise ValueError(f"{name} is a {type(module).__name__}: only attention may mix tokens; use another model")
         if type(module).__name__ == "Llama4TextMoe" and "router_scores.reshape" in getsource(type(module).forward):

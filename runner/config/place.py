@@ -60,9 +60,9 @@ class Place:
         most = None if self.whole_node and not gpus else self.whole_world(gpus)
         step = self.processes if most is None else self.ranks_each(world_size, gpus)
         if (most is not None and world_size > most) or world_size % step:
-            limit = "" if most is None else f", or leave it out for world_size={most}"
+            limit = "" if most is None else f" up to {most}, or leave it out for world_size={most}"
             raise InvalidConfig(
-                f"world_size={world_size}: {self.launcher} started {self.processes} processes on {self.nodes} nodes; give a "
+                f"world_size={world_size}: {self.launcher} started {self.processes} processes on nodes={self.nodes}; give a "
                 f"multiple of {step}{limit}"
             )
 

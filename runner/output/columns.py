@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attention.masks.band import Band
 from runner.output.terminal import gib
 from runner.reading import read_yaml
-from runner.record.fields import NOISY, Method, digits
-from runner.record.result import Result
+from runner.record.fields import NOISY, Method, NamedMask, digits
+from runner.record.result import Asked, Result
 
 BEYOND = ("v_head_dim", "scale", "softcap", "sinks", "prefix", "kv_lengths")  # plain attention
 MOST_LENGTHS = 8  # a packed batch of more sequences is described, not listed
@@ -77,6 +78,14 @@ def _options(result: Result) -> str:
     return " ".join([*options, "graphs=True"] if result.replay_taken and result.taken else options)
 
 
+def mask_text(asked: Asked, named: NamedMask | None) -> str | None:
+    """The mask by name and the band of causal and window, where it hides anything. Raises ValueError for a band that is none."""
+    if asked.causal is None or asked.window is None:
+        return None
+    parts = ["" if named is None else named.text, Band.of(asked.causal, asked.window).describe()]
+    return " & ".join(dict.fromkeys(part for part in parts if part not in ("", "full"))) or "full"
+
+
 def _sequences(result: Result) -> str | None:
     text = _listed(result.asked.seqlens)
     return f"{text}, in a new order each time" if text and result.asked.timing.new_packs else text
@@ -133,7 +142,8 @@ def row(result: Result) -> dict[str, Any]:
 def features(row: dict[str, Any], keys: Sequence[str] = (*BEYOND, "seqlens")) -> list[str]:
     """What a run's call has beyond plain attention, in a few words each."""
     texts = {column.title: column.text(row) for column in TABLE if column.key in keys}
-    return [title if text == "True" else f"{title} {text}" for title, text in texts.items() if text]
+    shown = ((title, "" if text == "True" else text) for title, text in texts.items() if text)
+    return [text if title in text else f"{title} {text}".strip() for title, text in shown]
 
 
 def differ(rows: Sequence[dict[str, Any]], column: Column) -> bool:

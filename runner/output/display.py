@@ -8,7 +8,6 @@ from typing import Any
 from rich.markup import escape
 from rich.status import Status
 
-from attention.masks.band import Band
 from runner.output import columns, summary, terminal
 from runner.output.columns import TABLE, Column, differ
 from runner.output.terminal import err as err
@@ -98,7 +97,7 @@ def what_ran(result: Result) -> str:
     row, asked, timing = columns.row(result), result.asked, result.timing
     heads = f"{asked.heads}" if asked.heads == asked.kv_heads else f"{asked.heads}:{asked.kv_heads}"
     tokens = f"{asked.seq_len:,} tokens" if asked.q_len is None else f"{asked.q_len} queries on {asked.seq_len:,} keys"
-    mask = f"mask {row['mask']}" if row["mask"] else Band.of(bool(asked.causal), asked.window or (-1, -1)).describe()
+    mask = f"{'mask ' if row['mask'] else ''}{columns.mask_text(asked, asked.named_mask)}"
     work = [f"batch {asked.batch}", tokens, f"{heads} heads of {asked.head_dim}", mask, asked.dtype]
     work += columns.features(row)
     how = [f"{asked.world_size} rank{'' if asked.world_size == 1 else 's'}", asked.mode]
@@ -158,7 +157,7 @@ def _mask(result: Result, metrics: fields.Metrics) -> Iterator[str]:
         return
     flops = f"forward {flop(metrics.flops['forward'])} of {flop(metrics.dense_flops['forward'])}"
     yield (
-        f"mask {named.text}: {metrics.connections:,} connections, density {metrics.density:.2%}, {metrics.sparsity_ratio:.1%} "
+        f"mask {columns.mask_text(result.asked, named)}: {metrics.connections:,} connections, density {metrics.density:.2%}, {metrics.sparsity_ratio:.1%} "
         f"fewer than dense; {flops}"
     )
 

@@ -84,6 +84,11 @@ def task_of(spec: Experiment) -> Task:
     if not isinstance(call.mask, Band) or spec.model is not None:
         what = f"model={spec.model.name}" if spec.model else f"mask={call.mask.describe()}"
         raise Refusal(f"{what}: predicted are full, causal and windows, of attention alone; leave it out")
+    for key in ("softcap", "sinks"):
+        if getattr(call, key):
+            raise Refusal(f"{key}={getattr(call, key)}: its cost is not modelled; leave it out")
+    if spec.device != "cpu" and call.shapes.itemsize != 2:
+        raise Refusal(f"dtype={call.dtype}: the rates are of dtypes of 16 bits; leave it out")
     packed = call.seqlens is not None
     return Task(call.cu_seqlens, spec.world_size, call.mask, call.shapes, packed, spec.backward, call.q_len)
 

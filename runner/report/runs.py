@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
-from attention.masks.band import Band
 from runner.config.experiment import BEST
 from runner.config.rules.attention import setting_label
 from runner.config.schema import LEFT_OUT
@@ -169,15 +168,10 @@ def _options(result: Result) -> tuple[dict[str, Any], str | None]:
 def _mask(asked: Asked) -> str | None:
     """The mask in a few words: the one by name, with the parameters that were given, and the band of causal and window
     where it hides anything. It is the same at every length, though open parameters follow from the length."""
-    if asked.causal is None or asked.window is None:
-        return None
     try:
-        band = Band.of(asked.causal, asked.window).describe()
+        return columns.mask_text(asked, asked.mask_as_given or asked.named_mask)
     except ValueError:  # for which the run was refused
         return None
-    named = asked.mask_as_given or asked.named_mask
-    parts = [] if named is None else [named.text]
-    return " & ".join(dict.fromkeys(part for part in [*parts, band] if part != "full")) or "full"
 
 
 def _pack(asked: Asked) -> str | None:

@@ -370,6 +370,11 @@ def test_dropout_is_refused_in_training_only():
     ("name", "more", "message"),
     [
         ("MiniMaxForCausalLM", {"num_local_experts": 2}, "layer_types has linear_attention"),
+        ("FNetForMaskedLM", {}, "FNetForMaskedLM: the model does not use the attention interface"),
+        ("EsmForMaskedLM", {"token_dropout": True}, "token_dropout=True: mixes tokens"),
+        ("RobertaForCausalLM", {}, "RobertaForCausalLM: its positions do not begin at 0"),
+        ("LlamaForSequenceClassification", {}, "a head that pools would see one rank's tokens; use the model without"),
+        ("BertModel", {}, "load the model with add_pooling_layer=False"),
         (
             "BartForConditionalGeneration",
             {"d_model": 32},
@@ -378,7 +383,7 @@ def test_dropout_is_refused_in_training_only():
     ],
 )
 def test_a_model_that_mixes_tokens_elsewhere_is_refused(name, more, message):
-    config = getattr(transformers, f"{name.partition('For')[0]}Config")
+    config = getattr(transformers, f"{name.partition('For')[0].removesuffix('Model')}Config")
     with pytest.raises(ValueError, match=message):
         context_parallel(getattr(transformers, name)(config(**jobs.SHAPE | more)), "dense")
     if transformers.__version__ == "4.56.0":

@@ -15,4 +15,3 @@ def test_the_packages_table_is_what_the_programs_own_results_give():
     assert len(known) > 40
     for one, other in known:
         assert (one.forward, one.backward) == pytest.approx((other.forward, other.backward), rel=0.1)
-        assert "torch=2.11.0" in one.versions and "cudnn=91900" in one.versions

@@ -13,7 +13,6 @@ BAD = [
     ("attention=zigzga", "attention=zigzga: did you mean zigzag"),
     ("+experiment=tiny_variant", "did you mean tiny_variants"),
     ("kernel@foo=math", "every run has one kernel; write kernel=VALUE"),
-    ("~phases", "every run has one phases; write phases=VALUE"),
     ("hydra.run.dir=x", "of Hydra's own keys only hydra.sweep.dir"),
     ("topology=loopback", "topology=loopback: is a key of python -m runner.predict; leave it out, or give it there"),
     ("graphs=true", "graphs: is now replay; give replay=graphs for graphs=true"),

@@ -59,10 +59,9 @@ def test_a_runs_table_says_what_ran_how_well_and_what_makes_its_times_doubtful(p
         assert text in said
     value = measured("run")
     value["timing"]["method"] = "simple"
-    for times in value["timing"]["passes"].values():
-        times["n"] = 1
+    value["timing"]["passes"]["total"]["n"] = 1
     said = "\n".join(printed(display.run_table, Result.of(value)))
-    assert not any(text in said for text in ("~", "!", "±", "0.0%", "timing itself", "clocks", "checked"))
+    assert not any(text in said for text in ("~", "!", "±", "timing itself", "clocks", "checked"))
     assert said.count("mean of all calls, timed together") == 2 and "sample" not in said
 
 
