@@ -55,7 +55,6 @@ INVALID = {
     "launch.env={RANK:1}": "launch.env.RANK=1: is the launcher's own",
     "launch.env={MY_TOKEN:1}": "set what is secret outside",
     "launch.env={1a:1}": "must be a name of letters",
-    "launch.env={A:[1]}": "a text or a number",
     "launch.nodes=2": "torchrun --nnodes N",
     "attention=ring +attention.stride=2": "ring has no such option; its options: head_parts",
     "attention=ring_allgather attention.heads_k_stride=3": "heads_k_stride=3: must divide kv_heads=8",
