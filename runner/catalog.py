@@ -208,14 +208,15 @@ def key() -> Iterator[Cells]:
     """Every key of a run that is no group's name, with its default and its comment in the schema."""
     prefix = ""
     for line in inspect.getsource(schema).splitlines():
-        if line.startswith("class "):
+        if line[:1].strip():  # a class begins, or something else
             prefix = {"TimingConf": "timing.", "Check": "check.", "Launch": "launch.", "RunConf": ""}.get(
                 line[6:-1], "-"
             )
         if prefix != "-" and (parts := re.match(r"    (\w+): [^=]+ = (.+?)(?:  # (.*))?$", line)):
             name, default, comment = parts.groups()
             default = default.removeprefix("field(default_factory=lambda: ").rstrip(")").strip('"')
-            if name not in schema.groups() and default != "MISSING":
+            is_group = name in schema.groups() or default == "MISSING" or default.startswith("field(")
+            if not is_group:
                 yield f"{prefix}{name}", {"None": "null"}.get(default, default.lower()), comment or ""
 
 

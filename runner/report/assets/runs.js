@@ -106,7 +106,7 @@ function cell(one, run) {
 const percent = (share) => FORMATS.percent(share);
 function noise(run) {
   const worst = Math.max(0, ...times.map((one) => value(one.also.iqr, run) ?? 0));
-  return worst <= NOISY ? null : make("span", { class: "noisy", title: "the largest interquartile range over the median of its times" }, ` ±${percent(worst)}`);
+  return worst <= NOISY ? null : make("span", { class: "noisy", title: "the largest interquartile range over the median of its times" }, ` IQR ${percent(worst)}`);
 }
 
 function row(run, shown) {
