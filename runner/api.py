@@ -69,7 +69,14 @@ def load(*where: str | Path) -> pd.DataFrame:
         found += read
         for problem in problems:
             warnings.warn(str(problem), stacklevel=2)
-    rows = [row | {"folder": str(result.folder)} for row, result in zip(summary.rows(found), found, strict=True)]
+    sweeps: dict[Path, list[Result]] = {}
+    for result in found:
+        sweeps.setdefault(result.folder.parent, []).append(result)
+    rows = [
+        row | {"folder": str(result.folder)}
+        for sweep in sweeps.values()
+        for row, result in zip(summary.rows(sweep), sweep, strict=True)
+    ]
     return pd.DataFrame(rows, columns=[*columns.KEYS, "folder"])
 
 

@@ -208,15 +208,15 @@ def key() -> Iterator[Cells]:
     """Every key of a run that is no group's name, with its default and its comment in the schema."""
     prefix = ""
     for line in inspect.getsource(schema).splitlines():
-        if line[:1].strip():  # a class begins, or something else
+        if line[:1].strip():  # a class begins, or what has no keys
             prefix = {"TimingConf": "timing.", "Check": "check.", "Launch": "launch.", "RunConf": ""}.get(
                 line[6:-1], "-"
             )
         if prefix != "-" and (parts := re.match(r"    (\w+): [^=]+ = (.+?)(?:  # (.*))?$", line)):
             name, default, comment = parts.groups()
             default = default.removeprefix("field(default_factory=lambda: ").rstrip(")").strip('"')
-            is_group = name in schema.groups() or default == "MISSING" or default.startswith("field(")
-            if not is_group:
+            is_group = name in schema.groups() or default == "MISSING"
+            if not is_group and not default.startswith("field("):  # keys of its own stand under its class
                 yield f"{prefix}{name}", {"None": "null"}.get(default, default.lower()), comment or ""
 
 

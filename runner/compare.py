@@ -84,14 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     add("a", type=Path, metavar="A", help="folder of a run or of many: before")
     add("b", type=Path, metavar="B", help="folder of a run or of many: after")
     add("more", type=Path, nargs="*", metavar="C", help="further folders: each is compared with the one before")
-    add(
-        "--where",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="only runs of these values (a,b: a or b)",
-    )
+    commands.add_where(parser)
     add("--pass", dest="which", choices=PASSES, default="total", help="the times that decide (default: total)")
     add("--tolerance", type=float, default=TOLERANCE, help="of times (default 0.02: 2%%)")
     return parser

@@ -52,7 +52,10 @@ UNUSED = {
 }  # fmt: skip
 FOLLOW = {"cu_seq_lens_k", "max_length_q", "max_length_k"}  # from cu_seq_lens_q
 LAYERS = ("full_attention", "sliding_attention", "chunked_attention")  # whose tokens attention alone mixes
-POOLED = ("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+POOLED = (
+    "ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "BertForPreTraining", "AlbertForPreTraining",
+    "BigBirdForPreTraining",
+)  # fmt: skip
 OURS = {"scaling": "scale", "softcap": "softcap", "s_aux": "sinks"}  # names of transformers and of a call
 
 

@@ -278,8 +278,8 @@ class Experiment:
 
     @property
     def call_options(self) -> dict[str, Any]:
-        """The options, and those that come from the call: the mask that a layout is made for, and the number of tokens. With new packs
-        the mask is one that every batch keeps within."""
+        """All options. Some come from the call: the mask that a layout is made for, and the number of tokens. With new packs this mask
+        holds the masks of all batches."""
         call = self.workload.dense if self.timing.new_packs else self.workload
         of_call = {"mask": call.whole_mask, "tokens": call.seq_len}
         names = self.chosen.options.from_call if self.chosen else ()

@@ -31,6 +31,12 @@ def parser(module: str, about: str | None) -> argparse.ArgumentParser:
     return Parser(prog=f"python -m {module}", description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def add_where(parser: argparse.ArgumentParser) -> None:
+    """The conditions of `runner.report.runs.where`; given several times, all count."""
+    about = "only runs of these values (a,b: a or b)"
+    parser.add_argument("--where", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help=about)
+
+
 class Output:
     """Standard output whose reader may leave, as in `| head -1`: the command goes on and later output is dropped. `error` is
     another reason for that, such as a full disk."""

@@ -59,14 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = commands.parser("runner.report", __doc__)
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="of a run, a sweep, or many")
-    add(
-        "--where",
-        nargs="+",
-        action="extend",
-        default=[],
-        metavar="KEY=VALUE",
-        help="only runs of these values (a,b: a or b)",
-    )
+    commands.add_where(parser)
     add("--pass", dest="which", choices=COMPARED, default="total", help="the times that are compared")
     add("--together", action="store_true", help="one part for all runs, instead of one for each sweep")
     add("--page", action="store_true", help="report.html alone, without report.md and the PNGs")

@@ -19,7 +19,6 @@ BAD = [
     ("seqlen=1024,2048", "seqlen: not a key that these choices have; did you mean"),
     ("timing.timing_run=3", "not a key that these choices have; did you mean timing_runs"),
     ("attention=ring attention.heads_k_stride=1", "not a key that these choices have; did you mean head_parts"),
-    ("mask=full,prefix_lm mask.chunk=4", "not a key that these choices have"),
     ("seq_len=1024,abc", "seq_len=abc: Value 'abc' of type 'str' could not be converted to Integer; leave it out for the default"),
     ("sinks=3", "sinks=3: must be true or false; leave it out for the default"),
     ("launch=${oc.env:HOME}", "launch: not a key that these choices have; known are endpoint, env, "),
