@@ -87,7 +87,7 @@ def test_a_refusal_is_one_line_and_leaves_nothing(here, given, what):
 
 def test_packed_results_are_read_and_other_files_are_named(tmp_path):
     rows = runner.load(RESULTS / "h100-x2/short_training", RESULTS / "h100-x2/balanced_window")
-    assert rows.settings.notna().tolist() == [True] * 20 + [False] * 2  # what differs in the run's own sweep
+    assert rows.settings.count() == 20  # a setting is what differs within the own sweep
     (tmp_path / "result.json").write_text("{")
     with pytest.warns(UserWarning, match="is no JSON"):
         assert runner.load(tmp_path).empty
